@@ -1,0 +1,170 @@
+"""The GPT of the paper: embedding, a stack of sublayers with any residual, tied head.
+
+Shapes: B batch, T positions, D width, V vocabulary.
+
+Precision. Weights are float32; the *compute dtype* of the matrix products is autocast's (the
+trainer uses bfloat16 on a GPU) or, without autocast, that of the weights. The *stream dtype* is
+what the residual stores between sublayers: by default bfloat16 where the compute dtype is
+bfloat16 and otherwise the dtype of the weights (so float32 streams under float16 autocast).
+Mixing, norms, softmaxes and the loss are computed in float32 in any case.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .names import unknown
+from .nn import MLP, Attention, DepthEntries, rotary_table
+from .norm import RMSNorm
+from .numerics import wide
+from .residuals import Stack, Sublayer
+
+ATTENTION = ("plain", "moda", "moda-ffn")
+STREAM_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What a GPT is made of. `replace` from `dataclasses` makes variants."""
+
+    vocab_size: int = 50304
+    """Rows of the tied embedding; GPT-2's 50257 tokens padded to a multiple of 128."""
+    blocks: int = 12
+    """Transformer blocks; each is two sublayers, attention and MLP."""
+    width: int = 768
+    heads: int = 6
+    context: int = 1024
+    """The longest sequence."""
+    residual: str = "mgr-competitive"
+    """Any of `multigate.residual_names()`."""
+    streams: int | None = None
+    """Streams of the residual; None takes the residual's own default."""
+    residual_options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the residual, by name."""
+    attention: str = "plain"
+    """plain; moda: also over what earlier attentions wrote at the position; moda-ffn: and MLPs."""
+    stream_dtype: str = "auto"
+    """auto, bfloat16 or float32: what the streams are stored in."""
+    rope_base: float = 10000.0
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "blocks", "width", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"GPTConfig: {name} must be at least 1, got {getattr(self, name)}."
+                )
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"GPTConfig: width {self.width} cannot be {self.heads} heads of even size."
+            )
+        if self.attention not in ATTENTION:
+            raise ValueError(unknown("attention", self.attention, ATTENTION))
+        if self.stream_dtype not in STREAM_DTYPES:
+            raise ValueError(unknown("stream_dtype", self.stream_dtype, STREAM_DTYPES))
+
+
+PRESETS = {
+    "tiny": GPTConfig(vocab_size=256, blocks=6, width=128, heads=1, context=256),
+    "mini": GPTConfig(vocab_size=16384, blocks=12, width=384, heads=3),
+    "s": GPTConfig(blocks=12, width=768, heads=6),
+    "m": GPTConfig(blocks=24, width=1024, heads=8),
+    "l": GPTConfig(blocks=36, width=1280, heads=10),
+}
+
+
+def preset(name: str, **changes: Any) -> GPTConfig:
+    """The configuration of a named scale (s, m and l are the paper's), with `changes` applied."""
+    if name not in PRESETS:
+        raise ValueError(unknown("preset", name, PRESETS))
+    for change in changes:
+        if change not in GPTConfig.__dataclass_fields__:
+            raise ValueError(unknown("GPT setting", change, GPTConfig.__dataclass_fields__))
+    return replace(PRESETS[name], **changes)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over any residual.
+
+    `model(tokens)` gives logits [B, T, V]; `model(tokens, targets)` the mean cross entropy in nats.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.stack = Stack(
+            self._sublayers(),
+            config.residual,
+            config.width,
+            config.streams,
+            out_norm=RMSNorm(config.width, config.eps),
+            **config.residual_options,
+        )
+        cos, sin = rotary_table(config.context, config.width // config.heads, config.rope_base)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self._initialise()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        length = tokens.shape[-1]
+        if tokens.is_floating_point() or tokens.ndim != 2:
+            raise ValueError(
+                f"GPT needs token ids of shape [batch, positions], got {tokens.dtype} of shape "
+                f"{tuple(tokens.shape)}."
+            )
+        if length > self.config.context:
+            raise ValueError(
+                f"{length} tokens are more than this model's context of {self.config.context}: "
+                "shorten the input, or build the model with a larger context."
+            )
+        x = self.embed(tokens)
+        x = x.to(self._stream_dtype(x))
+        depth: DepthEntries | None = None if self.config.attention == "plain" else {}
+        h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
+        logits = F.linear(h.to(self.embed.weight.dtype), self.embed.weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+
+    def parameter_count(self) -> int:
+        """All parameters; the tied embedding counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def _sublayers(self) -> list[Sublayer]:
+        c, sublayers = self.config, list[Sublayer]()
+        for block in range(c.blocks):
+            # Nobody reads what the last MLP could write.
+            writes_depth = c.attention == "moda-ffn" and block < c.blocks - 1
+            sublayers.append(Attention(c.width, c.heads, 2 * block, c.eps))
+            sublayers.append(MLP(c.width, c.heads, 2 * block + 1, c.eps, writes_depth))
+        return sublayers
+
+    def _initialise(self) -> None:
+        """nanoGPT's: N(0, 0.02), and N(0, 0.02 / sqrt(2 blocks)) for what ends a sublayer.
+
+        The same for every residual; a residual has initialised its own parameters already.
+        """
+        nn.init.normal_(self.embed.weight, std=0.02)
+        for name, module in self.stack.sublayers.named_modules():
+            if isinstance(module, nn.Linear):
+                ends = name.endswith((".out", ".down"))
+                std = 0.02 / math.sqrt(2 * self.config.blocks) if ends else 0.02
+                nn.init.normal_(module.weight, std=std)
+
+    def _stream_dtype(self, x: Tensor) -> torch.dtype:
+        chosen = STREAM_DTYPES[self.config.stream_dtype]
+        if chosen is not None:
+            return chosen
+        device = x.device.type
+        bf16 = (
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+        )
+        return torch.bfloat16 if bf16 else x.dtype

@@ -1,0 +1,23 @@
+"""The arithmetic every method shares: in which precision, and the weight-free RMSNorm score."""
+
+import torch
+from torch import Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the precision of all mixing: float32, or float64 if it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension."""
+    return torch.rsqrt(wide(x).square().mean(-1) + eps)
+
+
+def score(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight . rms(x) over the last dimension, with rms(x) = x / sqrt(mean(x^2) + eps).
+
+    The norm multiplies the finished dot product, so that autograd keeps x itself and no normalised
+    copy of it: a source that is read by many layers is stored once.
+    """
+    return (wide(x) * wide(weight)).sum(-1) * inverse_rms(x, eps)

@@ -1,0 +1,38 @@
+"""Pooling over a list of sources by attention with a learned query: what AttnRes reads with."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from . import reference
+
+
+def depth_pool(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    *,
+    scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Pool `sources`, each [..., D], into one [..., D] by softmax attention with `query` [D].
+
+        alpha = softmax_i( scale * query . rms(source_i) )        h = sum_i alpha_i source_i
+
+    The values are the raw sources; only the keys are normalised, without a weight (a key gain is
+    multiplied into `query` by the caller). With `norm_weight` [D] the result is RMSNorm(h) *
+    norm_weight.
+    """
+    if not sources:
+        raise ValueError("depth_pool needs at least one source, and the list is empty.")
+    for source in sources:
+        if source.shape != sources[0].shape:
+            raise ValueError(
+                f"depth_pool needs sources of one shape, got {tuple(sources[0].shape)} "
+                f"and {tuple(source.shape)}."
+            )
+    if query.shape != sources[0].shape[-1:]:
+        raise ValueError(
+            f"depth_pool needs a query of {sources[0].shape[-1]} numbers, got {tuple(query.shape)}."
+        )
+    return reference.depth_pool(sources, query, scale, norm_weight, eps)

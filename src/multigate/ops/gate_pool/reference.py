@@ -1,0 +1,59 @@
+"""The Multi-Gate step written for reading: float32 (or float64) inside, rounded once at the end.
+
+Shapes: y [..., D], streams [..., n, D], beta and alpha [..., n].
+"""
+
+import torch
+from torch import Tensor
+
+from multigate.numerics import score, wide
+
+
+def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float) -> Tensor:
+    """beta: how far each stream moves towards the sublayer's output.
+
+    z_i = weight . rms(s_i) / sqrt(D) + b_i;  independent: beta_i = sigmoid(z_i);
+    competitive: beta = softmax([b_0, z_1 .. z_n]) without its entry 0, the carry logit.
+    """
+    z = score(streams, weight, eps) * streams.shape[-1] ** -0.5
+    if variant == "independent":
+        return (z + wide(bias)).sigmoid()
+    carry = torch.zeros_like(z[..., :1])
+    return (torch.cat([carry, z], dim=-1) + wide(bias)).softmax(dim=-1)[..., 1:]
+
+
+def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
+    """s_i + beta_i (y - s_i), not yet rounded to the dtype of the streams."""
+    return torch.lerp(wide(streams), wide(y).unsqueeze(-2), beta.unsqueeze(-1))
+
+
+def pool_weights(streams: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """alpha = softmax_i( weight . rms(s_i) / sqrt(D) )."""
+    return (score(streams, weight, eps) * streams.shape[-1] ** -0.5).softmax(dim=-1)
+
+
+def pool(
+    streams: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h = sum_i alpha_i s_i (then RMSNorm(h) * norm_weight if one is given), and alpha."""
+    alpha = pool_weights(streams, weight, eps)
+    h = (alpha.unsqueeze(-1) * wide(streams)).sum(-2)
+    if norm_weight is not None:
+        h = torch.nn.functional.rms_norm(h, h.shape[-1:], wide(norm_weight), eps)
+    return h, alpha
+
+
+def gate_pool(
+    y: Tensor,
+    streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    variant: str,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The pool reads the new streams before they are rounded: one definition for every backend."""
+    new_streams = lerp(y, streams, gate(streams, w_gate, bias, variant, eps))
+    h, _ = pool(new_streams, w_pool, norm_weight, eps)
+    return h.to(streams.dtype), new_streams.to(streams.dtype)

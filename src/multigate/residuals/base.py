@@ -1,0 +1,274 @@
+"""The seam: what a residual architecture is, the registry of them, and `Stack`.
+
+A *sublayer* (one attention, one MLP) is the unit everywhere; `depth` counts sublayers.
+
+    h, state = residual.start(x)            # x [..., D]: the embedding; h: the input of sublayer 0
+    y        = sublayer(h)
+    h, state = residual.step(i, y, state)   # write y, read the next input; i = 0 .. depth-1
+
+The h of the last step is the output. Three more needs are part of the seam:
+
+    residual.step(i, None, state)           # read without writing: sublayer i is skipped
+    residual.step(i, y, state, norm)        # h comes back as norm(h), ready for the next sublayer
+    with residual.recording() as steps:     # steps[i]["beta"]: the coefficients of step i by name
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from multigate.names import unknown
+
+State = tuple[Any, ...]
+"""What a residual carries between steps: tensors in (possibly nested) tuples, opaque to callers."""
+
+
+def flatten_state(state: State) -> list[Tensor]:
+    """The tensors of a state, in order."""
+    return [
+        t for part in state for t in ([part] if isinstance(part, Tensor) else flatten_state(part))
+    ]
+
+
+class Residual(nn.Module):
+    """A residual architecture over `depth` sublayers of width `dim`.
+
+    A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
+    `_step_normed` (a norm fused into the step), `can_skip` and `structural_zeros`.
+
+    Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
+    says, and rounded once when it is stored.
+    """
+
+    name: ClassVar[str] = "residual"
+    _record: dict[int, dict[str, Tensor]] | None = None
+
+    def __init__(self, dim: int, depth: int, streams: int = 1, eps: float = 1e-6) -> None:
+        super().__init__()
+        for what, value in (("dim", dim), ("depth", depth), ("streams", streams)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"{self.name}: {what} must be a whole number of at least 1, got {value!r}."
+                )
+        self.dim, self.depth, self.streams, self.eps = dim, depth, streams, eps
+
+    def start(self, x: Tensor, norm: nn.Module | None = None) -> tuple[Tensor, State]:
+        """Begin with the embedding `x` [..., D]: the input of sublayer 0, and the first state."""
+        self._check(x, "x")
+        parameter = next(self.parameters(), None)
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(
+                f"{self.name}: x is on {x.device} but the residual is on {parameter.device}: "
+                "move one of them with .to(device)."
+            )
+        with torch.autocast(x.device.type, enabled=False):
+            h, state = self._start(x)
+            return (h if norm is None else norm(h)), state
+
+    def step(
+        self, i: int, y: Tensor | None, state: State, norm: nn.Module | None = None
+    ) -> tuple[Tensor, State]:
+        """Write sublayer i's output `y` (None: write nothing), read the input of sublayer i + 1."""
+        if not 0 <= i < self.depth:
+            raise ValueError(
+                f"{self.name}: step {i} does not exist, there are steps 0 to {self.depth - 1}."
+            )
+        device = flatten_state(state)[0].device
+        if y is not None:
+            self._check(y, f"the output of sublayer {i}")
+            if y.device != device:
+                raise ValueError(
+                    f"{self.name}: the output of sublayer {i} is on {y.device} but the state is on "
+                    f"{device}: move one of them with .to(device)."
+                )
+        elif not self.can_skip(i):
+            raise ValueError(
+                f"{self.name}: sublayer {i} cannot be skipped, its output becomes a stream itself."
+            )
+        with torch.autocast(device.type, enabled=False):
+            if norm is None:
+                return self._step(i, y, state)
+            return self._step_normed(i, y, state, norm)
+
+    def state_size(self, i: int) -> int:
+        """Numbers kept per token before sublayer i (i = depth: after the last step)."""
+        raise NotImplementedError
+
+    def can_skip(self, i: int) -> bool:
+        """Whether `step(i, None, state)` has a meaning."""
+        return True
+
+    def structural_zeros(self) -> set[str]:
+        """Names of the parameters whose gradient the method's algebra makes zero for any data."""
+        return set()
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, dict[str, Tensor]]]:
+        """Collect the coefficients of every step by name; entry -1 holds those of `start`."""
+        self._record = {}
+        try:
+            yield self._record
+        finally:
+            self._record = None
+
+    def note(self, i: int, **coefficients: Tensor) -> None:
+        """Hand the coefficients of step i to whoever is recording; free when nobody is."""
+        if self._record is not None:
+            self._record.setdefault(i, {}).update({k: v.detach() for k, v in coefficients.items()})
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, dim={self.dim}, depth={self.depth}, streams={self.streams}"
+
+    def _start(self, x: Tensor) -> tuple[Tensor, State]:
+        raise NotImplementedError
+
+    def _step(self, i: int, y: Tensor | None, state: State) -> tuple[Tensor, State]:
+        raise NotImplementedError
+
+    def _step_normed(
+        self, i: int, y: Tensor | None, state: State, norm: nn.Module
+    ) -> tuple[Tensor, State]:
+        h, state = self._step(i, y, state)
+        return norm(h), state
+
+    def _check(self, x: Tensor, what: str) -> None:
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{self.name}: {what} must be floating point, got {x.dtype}: embed tokens first."
+            )
+        if x.ndim == 0 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"{self.name}: {what} must have {self.dim} numbers in its last dimension, "
+                f"got shape {tuple(x.shape)}."
+            )
+
+
+_REGISTRY: dict[str, type[Residual]] = {}
+R = TypeVar("R", bound=type[Residual])
+
+
+def register_residual(name: str) -> Callable[[R], R]:
+    """Class decorator: make a `Residual` available everywhere under `name`."""
+
+    def decorate(cls: R) -> R:
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def residual_names() -> list[str]:
+    """Every registered residual, simplest first."""
+    return list(_REGISTRY)
+
+
+def build_residual(
+    name: str, dim: int, depth: int, streams: int | None = None, **options: Any
+) -> Residual:
+    """Build a registered residual for `depth` sublayers of width `dim`.
+
+    `streams` is n for the multi-stream methods and the number of blocks for attnres-block; a
+    single-stream residual takes none. The other options are those of the residual's class.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(unknown("residual", name, residual_names()))
+    cls = _REGISTRY[name]
+    known = [p for p in inspect.signature(cls).parameters if p not in ("dim", "depth")]
+    if streams is not None:
+        if "streams" not in known:
+            raise ValueError(f"{name} takes no number of streams: leave streams={streams} out.")
+        options["streams"] = streams
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown(f"option of {name}", option, known))
+    return cls(dim, depth, **options)
+
+
+class Sublayer(nn.Module):
+    """A sublayer F(h) = body(norm(h)) that lets the residual apply its norm.
+
+    A subclass sets `self.norm` and implements `body`. Called with normed=True the input has been
+    through the norm already.
+    """
+
+    norm: nn.Module
+
+    def body(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, h: Tensor, *args: Any, normed: bool = False, **kwargs: Any) -> Any:
+        return self.body(h if normed else self.norm(h), *args, **kwargs)
+
+
+class Function(nn.Module):
+    """A plain callable as a module, so that a `Stack` holds nothing but modules."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Stack(nn.Module):
+    """Run any callables [..., D] -> [..., D] with any residual between them.
+
+        stack = Stack([attention, mlp, attention, mlp], residual="mgr-competitive", dim=768,
+        streams=4) h = stack(x)
+
+    Further arguments of the call go to every sublayer as they are. A sublayer may return a tuple:
+    its first entry is the output; if any sublayer did, the call returns (h, extras), extras[i]
+    being what else sublayer i returned. Each sublayer owns its input norm; where it is a
+    `Sublayer`, the residual applies that norm in the step before. `out_norm` is applied to the
+    output in the same way.
+    """
+
+    def __init__(
+        self,
+        sublayers: Iterable[Callable[..., Any]],
+        residual: str | Residual = "mgr-competitive",
+        dim: int | None = None,
+        streams: int | None = None,
+        out_norm: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.sublayers = nn.ModuleList(
+            f if isinstance(f, nn.Module) else Function(f) for f in sublayers
+        )
+        if isinstance(residual, str):
+            if dim is None:
+                raise ValueError(
+                    f"Stack needs dim, the width of the sublayers, to build {residual!r}."
+                )
+            residual = build_residual(residual, dim, len(self.sublayers), streams, **options)
+        elif residual.depth != len(self.sublayers):
+            raise ValueError(
+                f"the residual is built for {residual.depth} sublayers, got {len(self.sublayers)}."
+            )
+        self.residual = residual
+        self.out_norm = out_norm
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        extras: list[tuple[Any, ...]] = []
+        norms = [f.norm if isinstance(f, Sublayer) else None for f in self.sublayers]
+        norms.append(self.out_norm)
+        h, state = self.residual.start(x, norms[0])
+        for i, sublayer in enumerate(self.sublayers):
+            normed = {} if norms[i] is None else {"normed": True}
+            y = sublayer(h, *args, **normed, **kwargs)
+            y, *extra = y if isinstance(y, tuple) else (y,)
+            extras.append(tuple(extra))
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"sublayer {i} turned shape {tuple(x.shape)} into {tuple(y.shape)}: a sublayer "
+                    "must keep the shape of its input."
+                )
+            h, state = self.residual.step(i, y, state, norms[i + 1])
+        return (h, extras) if any(extras) else h

@@ -1,0 +1,67 @@
+"""What Hyper-Connections and their descendants share: n streams, three maps a sublayer."""
+
+from torch import Tensor, nn
+
+from multigate.numerics import wide
+
+from .base import Residual, State
+
+
+class HyperStreams(Residual):
+    """n streams X_j [..., n, D], read, written and mixed by coefficients of each sublayer:
+
+        h_l = sum_j pre_j X_j,    y_l = F_l(h_l),    X_k <- post_k y_l + sum_j mix[j, k] X_j
+
+    All n streams start as the embedding; the output is their sum, to be normed by the final norm.
+    With `norm_then_sum` each stream goes through that norm first and the results are summed.
+
+    A subclass gives the coefficients of sublayer l from the streams it reads. Recorded: `pre`,
+    under the step that reads with it (-1 for the first), and `post` and `mix` under the step that
+    writes.
+    """
+
+    def __init__(
+        self, dim: int, depth: int, streams: int, norm_then_sum: bool = False, eps: float = 1e-6
+    ) -> None:
+        super().__init__(dim, depth, streams, eps)
+        self.norm_then_sum = norm_then_sum
+
+    def coefficients(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pre [..., n], post [..., n] and mix [..., n, n] (source stream first)."""
+        raise NotImplementedError
+
+    def state_size(self, i: int) -> int:
+        coefficients = self.streams + self.streams**2 if i < self.depth else 0
+        return self.streams * self.dim + coefficients
+
+    def _start(self, x: Tensor) -> tuple[Tensor, State]:
+        streams = x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
+        return self._read(0, streams)
+
+    def _step(self, i: int, y: Tensor | None, state: State) -> tuple[Tensor, State]:
+        streams = self._write(i, y, state)
+        if i == self.depth - 1:
+            return wide(streams).sum(-2).to(streams.dtype), (streams,)
+        return self._read(i + 1, streams)
+
+    def _step_normed(
+        self, i: int, y: Tensor | None, state: State, norm: nn.Module
+    ) -> tuple[Tensor, State]:
+        if i == self.depth - 1 and self.norm_then_sum:
+            streams = self._write(i, y, state)
+            return wide(norm(streams)).sum(-2).to(streams.dtype), (streams,)
+        return super()._step_normed(i, y, state, norm)
+
+    def _write(self, i: int, y: Tensor | None, state: State) -> Tensor:
+        streams, post, mix = state
+        if y is None:
+            return streams
+        self.note(i, post=post, mix=mix)
+        written = post.unsqueeze(-1) * wide(y).unsqueeze(-2)
+        return (written + mix.mT @ wide(streams)).to(streams.dtype)
+
+    def _read(self, sublayer: int, streams: Tensor) -> tuple[Tensor, State]:
+        pre, post, mix = self.coefficients(sublayer, streams)
+        self.note(sublayer - 1, pre=pre)
+        h = (pre.unsqueeze(-2) @ wide(streams)).squeeze(-2)
+        return h.to(streams.dtype), (streams, post, mix)

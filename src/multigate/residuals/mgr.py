@@ -1,0 +1,199 @@
+"""Multi-Gate Residuals: n streams, a gate to write them and attention to read them."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from multigate.names import unknown
+from multigate.norm import RMSNorm
+from multigate.ops import depth_pool, gate_pool
+from multigate.ops.depth_pool.reference import depth_weights
+from multigate.ops.gate_pool import VARIANTS
+from multigate.ops.gate_pool import reference as maths
+
+from .base import Residual, State, register_residual
+from .init import gate_bias_init
+
+
+class MultiGateResidual(nn.Module):
+    """One Multi-Gate step, with the signature and the parameter names of the paper's listing.
+
+        beta = gate(streams, w1, b1)
+        s_i <- s_i + beta_i (layer_output - s_i)
+        h    = sum_i softmax_i( w2 . rms(s_i) / sqrt(D) ) s_i
+
+    `gate_variant` is "competitive" (a softmax over the streams and a carry logit, b1 has n + 1
+    entries) or "independent" (a sigmoid a stream, b1 has n). See `multigate.ops.gate_pool` for
+    the equations.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_stream: int,
+        gate_variant: str = "competitive",
+        init_bias: float = 0,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if gate_variant not in VARIANTS:
+            raise ValueError(unknown("gate variant", gate_variant, VARIANTS))
+        if d_model < 1 or n_stream < 1:
+            raise ValueError(
+                "MultiGateResidual needs a width and a number of streams of at least 1, got "
+                f"d_model={d_model} and n_stream={n_stream}."
+            )
+        self.d_model = d_model
+        self.n_stream = n_stream
+        self.gate_variant = gate_variant
+        self.eps = eps
+        self.w1 = nn.Parameter(torch.zeros(d_model))
+        self.w2 = nn.Parameter(torch.zeros(d_model))
+        if gate_variant == "competitive":
+            self.b1 = nn.Parameter(torch.zeros(n_stream + 1))
+            self.b1.data[0] = init_bias
+        else:
+            self.b1 = nn.Parameter(torch.full((n_stream,), float(init_bias)))
+
+    def forward(
+        self, layer_output: Tensor, streams: Tensor, norm_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """layer_output [..., D], streams [..., n, D] -> h [..., D], new streams [..., n, D]."""
+        return gate_pool(
+            layer_output,
+            streams,
+            self.w1,
+            self.w2,
+            self.b1,
+            self.gate_variant,
+            norm_weight,
+            self.eps,
+        )
+
+    def read(self, streams: Tensor, norm_weight: Tensor | None = None) -> Tensor:
+        """The pool alone: h from streams that stay as they are."""
+        h, _ = maths.pool(streams, self.w2, norm_weight, self.eps)
+        return h.to(streams.dtype)
+
+    def coefficients(self, layer_output: Tensor | None, streams: Tensor) -> dict[str, Tensor]:
+        """beta and alpha [..., n] of a step (alpha alone if nothing is written)."""
+        if layer_output is None:
+            return {"alpha": maths.pool_weights(streams, self.w2, self.eps)}
+        beta = maths.gate(streams, self.w1, self.b1, self.gate_variant, self.eps)
+        new_streams = maths.lerp(layer_output, streams, beta)
+        return {"beta": beta, "alpha": maths.pool_weights(new_streams, self.w2, self.eps)}
+
+
+class GrowthPool(nn.Module):
+    """The reader of a step that appends its sublayer's output as a new stream."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.w2 = nn.Parameter(torch.zeros(dim))
+
+
+class MultiGate(Residual):
+    """Multi-Gate Residuals over a whole network (2605.23259).
+
+    Growth: the embedding is stream 0, and the outputs of sublayers 0 .. n-2 are appended as
+    streams 1 .. n-1. From sublayer n-1 on, every output is mixed into every stream by a gate, a
+    convex step, so that no stream outgrows the largest thing written. After each sublayer the
+    next input is pooled from the streams there are:
+
+        growth:  s_m = y                                    lerp:  s_i <- s_i + beta_i (y - s_i)
+        h = sum_i alpha_i s_i,    alpha = softmax_i( w2 . rms(s_i) / sqrt(D) )
+
+    `bias_init`: "paper" is the paper's formula with n = streams for both gates; "calibrated"
+    takes n = 1 in it for the independent gate, which then starts with the same beta as the
+    competitive one; a number b sets the independent gate's biases to b and the competitive gate's
+    carry logit to -b. Recorded: `alpha`, and `beta` where there is a gate.
+
+    State: the m streams as a tuple while they grow, then one tensor [..., n, D].
+    """
+
+    variant: ClassVar[str]
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        streams: int = 4,
+        bias_init: str | float = "paper",
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(dim, depth, streams, eps)
+        growth = min(streams - 1, depth)
+        bias = self._initial_bias(bias_init, depth - growth) if depth > growth else 0.0
+        self.steps = nn.ModuleList(GrowthPool(dim) for _ in range(growth))
+        self.steps.extend(
+            MultiGateResidual(dim, streams, self.variant, bias, eps) for _ in range(depth - growth)
+        )
+
+    def _initial_bias(self, bias_init: str | float, lerp_depth: int) -> float:
+        sign = 1.0 if self.variant == "competitive" else -1.0
+        if not isinstance(bias_init, str):
+            return -sign * bias_init
+        if bias_init not in ("paper", "calibrated"):
+            raise ValueError(unknown("bias_init", bias_init, ("paper", "calibrated")))
+        calibrated = bias_init == "calibrated" and self.variant == "independent"
+        return sign * gate_bias_init(lerp_depth, 1 if calibrated else self.streams)
+
+    def state_size(self, i: int) -> int:
+        return min(i + 1, self.streams) * self.dim
+
+    def can_skip(self, i: int) -> bool:
+        return i >= self.streams - 1
+
+    def structural_zeros(self) -> set[str]:
+        return {f"steps.{i}.w2" for i in range(self.depth)} if self.streams == 1 else set()
+
+    def _start(self, x: Tensor) -> tuple[Tensor, State]:
+        return x, (x.unsqueeze(-2) if self.streams == 1 else x,)
+
+    def _step(self, i: int, y: Tensor | None, state: State) -> tuple[Tensor, State]:
+        return self._advance(i, y, state, None)
+
+    def _step_normed(
+        self, i: int, y: Tensor | None, state: State, norm: nn.Module
+    ) -> tuple[Tensor, State]:
+        if isinstance(norm, RMSNorm) and norm.eps == self.eps:
+            return self._advance(i, y, state, norm.weight)
+        return super()._step_normed(i, y, state, norm)
+
+    def _advance(
+        self, i: int, y: Tensor | None, state: State, norm_weight: Tensor | None
+    ) -> tuple[Tensor, State]:
+        step = self.steps[i]
+        if isinstance(step, GrowthPool):
+            assert y is not None, "step() has refused to skip a growth step"
+            return self._grow(i, step.w2, (*state, y.to(state[0].dtype)), norm_weight)
+        (streams,) = state
+        if self._record is not None:
+            self.note(i, **step.coefficients(y, streams))
+        if y is None:
+            return step.read(streams, norm_weight), state
+        h, streams = step(y, streams, norm_weight)
+        return h, (streams,)
+
+    def _grow(
+        self, i: int, query: Tensor, streams: State, norm_weight: Tensor | None
+    ) -> tuple[Tensor, State]:
+        scale = self.dim**-0.5
+        if self._record is not None:
+            self.note(i, alpha=depth_weights(streams, query, scale, self.eps))
+        h = depth_pool(streams, query, scale=scale, norm_weight=norm_weight, eps=self.eps)
+        full = len(streams) == self.streams
+        return h, (torch.stack(streams, dim=-2),) if full else streams
+
+
+@register_residual("mgr-independent")
+class IndependentMultiGate(MultiGate):
+    __doc__ = MultiGate.__doc__
+    variant = "independent"
+
+
+@register_residual("mgr-competitive")
+class CompetitiveMultiGate(MultiGate):
+    __doc__ = MultiGate.__doc__
+    variant = "competitive"
