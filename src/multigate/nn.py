@@ -35,6 +35,11 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def to_compute(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` as the matrix product with `weight` needs it; autocast sees to that by itself."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
+
+
 def depth_attention(
     q: Tensor, k: Tensor, v: Tensor, entries: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
@@ -85,6 +90,7 @@ class Attention(Sublayer):
         self.out = nn.Linear(width, width, bias=False)
 
     def body(self, x: Tensor, rotary: Rotary, depth: DepthEntries | None = None) -> Tensor:
+        x = to_compute(x, self.q.weight)
         q, k, v = (split_heads(f(x), self.heads) for f in (self.q, self.k, self.v))
         q, k = rotate(q, rotary), rotate(k, rotary)
         entries = [depth[j] for j in sorted(depth) if j < self.index] if depth is not None else []
@@ -112,6 +118,7 @@ class MLP(Sublayer):
         self.v = nn.Linear(width, width, bias=False) if writes_depth else None
 
     def body(self, x: Tensor, rotary: Rotary, depth: DepthEntries | None = None) -> Tensor:
+        x = to_compute(x, self.up.weight)
         if depth is not None and self.k is not None and self.v is not None:
             k, v = split_heads(self.k(x), self.heads), split_heads(self.v(x), self.heads)
             depth[self.index] = (rotate(k, rotary), v)

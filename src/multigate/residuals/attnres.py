@@ -1,5 +1,7 @@
 """Attention Residuals: every sublayer attends over what earlier ones wrote."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -64,7 +66,7 @@ class AttentionResidual(Residual):
             dtype = closed[0].dtype
             block = ((block[0] + y).to(dtype),) if block else (y.to(dtype),)
         sources = closed + block
-        query = self.readers[i].effective_query()
+        query = cast(Reader, self.readers[i]).effective_query()
         if self._record is not None:
             self.note(i, alpha=depth_weights(sources, query, self.scale, self.eps))
         h = depth_pool(sources, query, scale=self.scale, eps=self.eps)

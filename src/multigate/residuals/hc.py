@@ -1,5 +1,7 @@
 """Hyper-Connections: free mixing of n streams."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,7 +55,7 @@ class HyperConnections(HyperStreams):
         self.maps = nn.ModuleList(Maps(dim, streams, k, static) for k in range(depth))
 
     def coefficients(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        maps = self.maps[sublayer]
+        maps = cast(Maps, self.maps[sublayer])
         batch, n = streams.shape[:-2], self.streams
         pre, post, mix = wide(maps.pre), wide(maps.post), wide(maps.mix)
         if self.static:

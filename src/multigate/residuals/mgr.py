@@ -1,6 +1,6 @@
 """Multi-Gate Residuals: n streams, a gate to write them and attention to read them."""
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,7 @@ class MultiGate(Residual):
         if isinstance(step, GrowthPool):
             assert y is not None, "step() has refused to skip a growth step"
             return self._grow(i, step.w2, (*state, y.to(state[0].dtype)), norm_weight)
+        step = cast(MultiGateResidual, step)
         (streams,) = state
         if self._record is not None:
             self.note(i, **step.coefficients(y, streams))

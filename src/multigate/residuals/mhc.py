@@ -2,6 +2,7 @@
 
 import math
 from itertools import permutations
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,16 @@ class Maps(nn.Module):
 
     def __init__(self, dim: int, streams: int, sublayer: int, mix_bias: Tensor) -> None:
         super().__init__()
-        chosen = F.one_hot(torch.tensor(sublayer % streams), streams).float()
-        for name, bias in (
-            ("pre", 2 * chosen - 1),
-            ("post", 2 * chosen - 1),
-            ("mix", mix_bias),
-        ):
-            self.register_parameter(
-                f"w_{name}", nn.Parameter(torch.zeros(len(bias), streams * dim))
-            )
-            self.register_parameter(f"b_{name}", nn.Parameter(bias.clone()))
-            self.register_parameter(f"scale_{name}", nn.Parameter(torch.tensor(0.01)))
+        chosen = 2 * F.one_hot(torch.tensor(sublayer % streams), streams).float() - 1
+        self.w_pre = nn.Parameter(torch.zeros(streams, streams * dim))
+        self.w_post = nn.Parameter(torch.zeros(streams, streams * dim))
+        self.w_mix = nn.Parameter(torch.zeros(len(mix_bias), streams * dim))
+        self.b_pre = nn.Parameter(chosen)
+        self.b_post = nn.Parameter(chosen.clone())
+        self.b_mix = nn.Parameter(mix_bias.clone())
+        self.scale_pre = nn.Parameter(torch.tensor(0.01))
+        self.scale_post = nn.Parameter(torch.tensor(0.01))
+        self.scale_mix = nn.Parameter(torch.tensor(0.01))
 
 
 class ConstrainedStreams(HyperStreams):
@@ -73,7 +73,7 @@ class ConstrainedStreams(HyperStreams):
         raise NotImplementedError
 
     def coefficients(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        maps, n = self.maps[sublayer], self.streams
+        maps, n = cast(Maps, self.maps[sublayer]), self.streams
         flat = wide(streams).flatten(-2)
         weight = torch.cat([maps.w_pre, maps.w_post, maps.w_mix])
         moved = F.linear(flat, wide(weight)) * inverse_rms(flat, self.eps).unsqueeze(-1)

@@ -1,0 +1,209 @@
+"""The GPT: its size, its initialisation, its values, its precision."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import multigate as mg
+from cases import takes_streams
+
+
+def small(residual="prenorm", **changes):
+    torch.manual_seed(0)
+    config = mg.preset(
+        "tiny", blocks=2, width=32, heads=2, context=32, residual=residual, **changes
+    )
+    return mg.GPT(config)
+
+
+@pytest.mark.parametrize(
+    ("scale", "count"), [("s", 123_587_328), ("m", 353_551_360), ("l", 772_271_360)]
+)
+def test_parameter_counts_are_the_papers(scale, count):
+    with torch.device("meta"):
+        assert mg.GPT(mg.preset(scale, residual="prenorm")).parameter_count() == count
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        ("prenorm", {}, 0),
+        ("highway", {}, 24 * 769),
+        ("highway", {"gate": "vector"}, 24 * (768 * 768 + 768)),
+        ("denseformer", {}, 90),
+        ("hc", {"streams": 4}, 111_216),
+        ("hc", {"streams": 4, "static": True}, 24 * 24),
+        ("mhc", {"streams": 4}, 24 * 73_755),
+        ("mhc-lite", {"streams": 4}, 24 * 98_339),
+        ("attnres-full", {}, 24 * 2 * 768),
+        ("attnres-block", {"streams": 8, "key_gain": False}, 24 * 768),
+        ("mgr-independent", {"streams": 4}, 24 * 768 + 21 * (768 + 4)),
+        ("mgr-competitive", {"streams": 4}, 34_665),
+        ("mgr-competitive", {"streams": 8}, 31_641),
+    ],
+    ids=str,
+)
+def test_what_each_residual_adds_at_scale_s(name, options, count):
+    with torch.device("meta"):
+        residual = mg.build_residual(name, 768, 24, **options)
+    assert sum(p.numel() for p in residual.parameters()) == count
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_initialisation_is_nanogpts_for_every_residual(residual):
+    torch.manual_seed(1)
+    model = mg.GPT(mg.preset("tiny", blocks=8, width=256, heads=2, residual=residual))
+    for name, p in model.named_parameters():
+        if ".residual." in name:
+            continue
+        if name.endswith("norm.weight"):
+            assert (p == 1).all()
+        else:
+            ends = name.endswith((".out.weight", ".down.weight"))
+            std = 0.02 / math.sqrt(16) if ends else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.02)
+            assert abs(p.mean().item()) < 0.05 * std
+
+
+def test_residuals_share_one_initialisation():
+    """The same seed gives the same sublayers whatever the residual: comparisons start equal."""
+    plain = dict(small("prenorm").named_parameters())
+    for residual in mg.residual_names():
+        for name, p in small(residual).named_parameters():
+            if ".residual." not in name:
+                assert torch.equal(p, plain[name]), (residual, name)
+
+
+def test_values_against_a_plain_loop():
+    """PreNorm logits from the equations, float64."""
+    model = small().double()
+    tokens = torch.randint(256, (2, 7))
+    x = model.embed.weight[tokens]
+
+    def norm(v, weight):
+        return v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    position = torch.arange(7, dtype=torch.float64)[:, None]
+    angle = position * 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    cos, sin = angle.cos().float().double(), angle.sin().float().double()
+
+    def turn(v):
+        a, b = v[..., :8], v[..., 8:]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    for i, f in enumerate(model.stack.sublayers):
+        n = norm(x, f.norm.weight)
+        if i % 2 == 0:
+            q, k, v = ((n @ m.weight.T).view(2, 7, 2, 16).transpose(1, 2) for m in (f.q, f.k, f.v))
+            logits = turn(q) @ turn(k).transpose(-1, -2) / 4
+            logits = logits + torch.full((7, 7), -math.inf).triu(1)
+            y = (logits.softmax(-1) @ v).transpose(1, 2).reshape(2, 7, 32) @ f.out.weight.T
+        else:
+            y = (n @ f.up.weight.T).relu() ** 2 @ f.down.weight.T
+        x = x + y
+    logits = norm(x, model.stack.out_norm.weight) @ model.embed.weight.T
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-9, atol=1e-12)
+    loss = F.cross_entropy(logits[:, :-1].reshape(-1, 256), tokens[:, 1:].reshape(-1))
+    torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), loss)
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_the_future_is_hidden_and_the_past_is_not(residual):
+    model = small(residual).double()
+    tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 256
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :9], b[:, :9], rtol=1e-12, atol=1e-14)
+    assert (a[:, 9:] - b[:, 9:]).abs().amax(-1).min() > 1e-9
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_fullgraph_compile(residual):
+    model = small(residual)
+    tokens = torch.randint(256, (2, 9))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def streams_seen(model, tokens):
+    seen = []
+    start = model.stack.residual.start
+
+    def spy(x, norm=None):
+        seen.append(x.dtype)
+        return start(x, norm)
+
+    model.stack.residual.start = spy
+    logits = model(tokens)
+    return seen[0], logits
+
+
+def test_stream_dtype_follows_the_compute_dtype_unless_it_is_set():
+    tokens = torch.randint(256, (1, 8))
+    assert streams_seen(small(), tokens)[0] == torch.float32
+    assert streams_seen(small().double(), tokens)[0] == torch.float64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert streams_seen(small(), tokens)[0] == torch.bfloat16
+        assert streams_seen(small(stream_dtype="float32"), tokens)[0] == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert streams_seen(small(), tokens)[0] == torch.float32
+    dtype, logits = streams_seen(small(stream_dtype="bfloat16"), tokens)
+    assert dtype == torch.bfloat16
+    assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_bf16_autocast_is_near_float32(residual):
+    options = {"streams": 3} if takes_streams(residual) else {}
+    model = small(residual, **options)
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    exact = model(tokens, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = model(tokens, tokens)
+    assert half.dtype == torch.float32
+    assert half.item() == pytest.approx(exact.item(), rel=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["plain", "moda-ffn"])
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_gpu_equals_cpu(residual, attention):
+    """Logits and gradients in float32; in bf16 the streams are bf16 and the loss is near."""
+    model = small(residual, attention=attention)
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    on_gpu = small(residual, attention=attention).cuda()
+    loss, gpu_loss = model(tokens, tokens), on_gpu(tokens.cuda(), tokens.cuda())
+    torch.testing.assert_close(gpu_loss.cpu(), loss, rtol=1e-4, atol=1e-4)
+    loss.backward()
+    gpu_loss.backward()
+    for (name, p), q in zip(model.named_parameters(), on_gpu.parameters(), strict=True):
+        torch.testing.assert_close(
+            q.grad.cpu(), p.grad, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        dtype, _ = streams_seen(on_gpu, tokens.cuda())
+        half = on_gpu(tokens.cuda(), tokens.cuda())
+    assert dtype == torch.bfloat16
+    assert half.item() == pytest.approx(loss.item(), rel=3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_gpu_compiled_training_step(residual):
+    model = small(residual).cuda()
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    losses = []
+    for f in (model, compiled):
+        model.zero_grad()
+        loss = f(tokens, tokens)
+        loss.backward()
+        losses.append((loss.item(), [p.grad.clone() for p in model.parameters()]))
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-4)
+    for a, b in zip(losses[0][1], losses[1][1], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=2e-5)
