@@ -3,12 +3,14 @@
 import hashlib
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Tokens = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Tokens = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+"""One long row of token ids."""
 
 # Not code that people write by hand: test data, generated tables, and other people's packages.
 SKIPPED = {
@@ -59,5 +61,6 @@ def windows(
     if len(tokens) <= length:
         raise ValueError(f"{len(tokens)} tokens are too few for windows of {length}.")
     starts = torch.randint(len(tokens) - length, (batch,), generator=generator)
-    rows = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts.tolist()])).long()
+    picked = np.stack([tokens[s : s + length + 1] for s in starts.tolist()])
+    rows = torch.from_numpy(picked.astype(np.int64))
     return rows[:, :-1], rows[:, 1:]

@@ -27,6 +27,7 @@ class TrainConfig:
     seed: int = 0
     bf16: bool = False
     """Autocast the matrix products to bfloat16."""
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ def train(
     device = model.embed.weight.device
     optimizer = optimizer_for(model, config)
     generator = torch.Generator().manual_seed(config.seed)
+    forward = torch.compile(model) if config.compile else model
     begin = time.perf_counter()
     for step in range(config.steps):
         x, y = windows(tokens, model.config.context, config.batch, generator)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
         with _precision(device.type, config.bf16):
-            loss = model(x.to(device), y.to(device))
+            loss = forward(x.to(device), y.to(device))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)

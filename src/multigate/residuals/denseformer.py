@@ -46,7 +46,7 @@ class DenseFormer(Residual):
         if y is not None:
             x = (x + y).to(x.dtype)
         if (i + 1) % self.period == 0 or i == self.depth - 1:
-            outputs.append(x)
+            outputs = [*outputs, x]
             block = len(outputs) - 1
             weights = self.weights[block - 1]
             self.note(i, weights=weights)
