@@ -12,10 +12,10 @@ demo: $(READY)
 	$(PY) -m multigate demo $(if $(STEPS),--steps $(STEPS))
 
 test: $(READY) lint
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -n auto -m "not slow"
 
 test-slow: $(READY)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -n auto -m slow
 
 lint: $(READY)
 	$(PY) -m ruff check .

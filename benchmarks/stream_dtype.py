@@ -3,8 +3,8 @@
     python benchmarks/stream_dtype.py TEXT_FOLDER TOKENIZER_JSON --seeds 0 1
 
 TEXT_FOLDER holds train*.jsonl.xz and val*.jsonl.xz with a "text" field; needs a CUDA device and the
-package `tokenizers`. Prints the validation loss of every run, the loss of the same weights read with
-the other kind of streams, and the difference between the two runs of a seed.
+package `tokenizers`. Prints the validation loss of every run, the loss of the same weights read
+with the other kind of streams, and the difference between the two runs of a seed.
 """
 
 import argparse

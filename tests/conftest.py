@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+# The tensors of the tests are small: one thread is as fast, and `-n auto` has the other cores.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

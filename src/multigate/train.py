@@ -22,7 +22,7 @@ class TrainConfig:
     lr: float = 3e-3
     warmup: int = 50
     weight_decay: float = 0.1
-    """On matrices only: gates, queries, biases and norm weights are not decayed."""
+    """On matrices only: gates, queries, biases and norm weights are left alone."""
     clip: float = 1.0
     seed: int = 0
     bf16: bool = False
@@ -47,11 +47,13 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def optimizer_for(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    """AdamW with decay on matrices, none on what is below two dimensions or the residual exempts."""
+    exempt = {f"stack.residual.{name}" for name in model.stack.residual.undecayed()}
+    decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n not in exempt}
+    others = {n: p for n, p in model.named_parameters() if n not in decayed}
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": list(decayed.values()), "weight_decay": config.weight_decay},
+        {"params": list(others.values()), "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
 

@@ -38,7 +38,7 @@ class Residual(nn.Module):
     """A residual architecture over `depth` sublayers of width `dim`.
 
     A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
-    `_step_normed` (a norm fused into the step), `can_skip` and `structural_zeros`.
+    `_step_normed` (a norm fused into the step), `can_skip`, `structural_zeros` and `undecayed`.
 
     Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
     says, and rounded once when it is stored.
@@ -105,6 +105,10 @@ class Residual(nn.Module):
     def structural_zeros(self) -> set[str]:
         """Names of the parameters whose gradient the method's algebra makes zero for any data."""
         return set()
+
+    def undecayed(self) -> set[str]:
+        """Names of the parameters that weight decay must leave alone: all below two dimensions."""
+        return {name for name, p in self.named_parameters() if p.ndim < 2}
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, dict[str, Tensor]]]:

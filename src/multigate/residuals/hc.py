@@ -54,6 +54,10 @@ class HyperConnections(HyperStreams):
         self.static = static
         self.maps = nn.ModuleList(Maps(dim, streams, k, static) for k in range(depth))
 
+    def undecayed(self) -> set[str]:
+        """The static maps too: decay would pull the identity they start from towards zero."""
+        return super().undecayed() | {f"maps.{k}.mix" for k in range(self.depth)}
+
     def coefficients(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         maps = cast(Maps, self.maps[sublayer])
         batch, n = streams.shape[:-2], self.streams
