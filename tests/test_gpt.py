@@ -109,6 +109,30 @@ def test_values_against_a_plain_loop():
     torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), loss)
 
 
+def test_the_rotary_tables_survive_casting_and_to_empty():
+    model = small()
+    cos, sin = model.rope_cos.clone(), model.rope_sin.clone()
+    with torch.device("meta"):
+        hollow = mg.GPT(model.config)
+    for other in (small().bfloat16(), small().double(), hollow.to_empty(device="cpu")):
+        assert other.rope_cos.dtype == torch.float32
+        assert torch.equal(other.rope_cos, cos)
+        assert torch.equal(other.rope_sin, sin)
+    hollow.load_state_dict(model.state_dict())
+    tokens = torch.randint(256, (2, 9))
+    assert torch.equal(hollow(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_a_model_cast_to_bf16_runs(residual):
+    model = small(residual).bfloat16()
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    exact = small(residual)(tokens, tokens).item()
+    loss = model(tokens, tokens)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact, rel=5e-3)
+
+
 @pytest.mark.parametrize("residual", mg.residual_names())
 def test_the_future_is_hidden_and_the_past_is_not(residual):
     model = small(residual).double()

@@ -1,6 +1,8 @@
 """The demonstration: two tiny GPTs that differ in nothing but their residual."""
 
+import math
 import time
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -14,7 +16,8 @@ from .generate import generate
 from .gpt import GPT, preset
 
 RESIDUALS = ("prenorm", "mgr-competitive")
-PROMPT = "def read_lines(path):\n    "
+PROMPT = 'class Reader:\n    """Read '
+MODEL = preset("tiny", context=128)
 
 
 def demo(steps: int = 1000, seed: int = 0, console: Console | None = None) -> dict[str, float]:
@@ -28,7 +31,7 @@ def demo(steps: int = 1000, seed: int = 0, console: Console | None = None) -> di
         f"train on and {len(val_text) / 1e6:.1f} MB held out, as bytes."
     )
     console.print(
-        f"Model: {preset('tiny').blocks} blocks of width {preset('tiny').width}, {steps} steps on "
+        f"Model: {MODEL.blocks} blocks of width {MODEL.width}, {steps} steps on "
         f"{torch.get_num_threads()} CPU threads, once for each residual."
     )
     models = {name: _train(name, train_text, steps, seed, console) for name in RESIDUALS}
@@ -41,9 +44,9 @@ def demo(steps: int = 1000, seed: int = 0, console: Console | None = None) -> di
 
 def _train(name: str, text: Tokens, steps: int, seed: int, console: Console) -> GPT:
     torch.manual_seed(seed)
-    model = GPT(preset("tiny", residual=name))
+    model = GPT(replace(MODEL, residual=name))
     config = trainer.TrainConfig(
-        steps=steps, batch=4, lr=2e-3, warmup=min(50, steps // 4), seed=seed
+        steps=steps, batch=8, lr=2e-3, warmup=min(50, steps // 4), seed=seed
     )
     columns = (
         TextColumn("{task.description:<16}"),
@@ -59,7 +62,7 @@ def _train(name: str, text: Tokens, steps: int, seed: int, console: Console) -> 
         def report(progress: trainer.Progress) -> None:
             nonlocal smooth
             share = max(0.05, 1 / (progress.step + 1))
-            smooth += share * (progress.loss / 0.6931 - smooth)
+            smooth += share * (progress.loss / math.log(2) - smooth)
             note = f"{smooth:.2f} bits/byte, {progress.tokens_per_second:,.0f} bytes/s"
             bar.update(task, advance=1, note=note)
 
@@ -81,8 +84,8 @@ def _table(models: dict[str, GPT], scores: dict[str, float], order1: float) -> T
 def _sample(model: GPT, seed: int, console: Console) -> None:
     prompt = torch.tensor([list(PROMPT.encode())])
     generator = torch.Generator().manual_seed(seed)
-    tokens = generate(model, prompt, 280, temperature=0.6, generator=generator)[0]
+    tokens = generate(model, prompt, 280, temperature=0.7, generator=generator)[0]
     text = bytes(tokens.tolist()).decode(errors="replace").replace("\0", "\n")
     console.rule("What the mgr-competitive model writes")
-    console.print(text, markup=False, highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.rule()

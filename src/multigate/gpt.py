@@ -10,6 +10,7 @@ Mixing, norms, softmaxes and the loss are computed in float32 in any case.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .names import unknown
-from .nn import MLP, Attention, DepthEntries, rotary_table
+from .nn import MLP, Attention, DepthEntries, rotary_table, to_compute
 from .norm import RMSNorm
 from .numerics import wide
 from .residuals import Stack, Sublayer
@@ -51,6 +52,7 @@ class GPTConfig:
     """auto, bfloat16 or float32: what the streams are stored in."""
     rope_base: float = 10000.0
     eps: float = 1e-6
+    """Of the RMSNorms; a residual's own eps is among its options."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "blocks", "width", "heads", "context"):
@@ -108,9 +110,7 @@ class GPT(nn.Module):
             out_norm=RMSNorm(config.width, config.eps),
             **config.residual_options,
         )
-        cos, sin = rotary_table(config.context, config.width // config.heads, config.rope_base)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        self._make_rope()
         self._initialise()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class GPT(nn.Module):
         x = x.to(self._stream_dtype(x))
         depth: DepthEntries | None = None if self.config.attention == "plain" else {}
         h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
-        logits = F.linear(h.to(self.embed.weight.dtype), self.embed.weight)
+        logits = F.linear(to_compute(h, self.embed.weight), self.embed.weight)
         if targets is None:
             return logits
         return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
@@ -146,6 +146,19 @@ class GPT(nn.Module):
             sublayers.append(Attention(c.width, c.heads, 2 * block, c.eps))
             sublayers.append(MLP(c.width, c.heads, 2 * block + 1, c.eps, writes_depth))
         return sublayers
+
+    def _make_rope(self) -> None:
+        c = self.config
+        tables = rotary_table(c.context, c.width // c.heads, c.rope_base)
+        for name, table in zip(("rope_cos", "rope_sin"), tables, strict=True):
+            self.register_buffer(name, table.to(self.embed.weight.device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT":
+        """Moves and casts like any module, but the rotary tables stay float32 and are made anew:
+        angles do not survive bfloat16, and `to_empty` would leave them unset."""
+        super()._apply(fn, recurse)
+        self._make_rope()
+        return self
 
     def _initialise(self) -> None:
         """nanoGPT's: N(0, 0.02), and N(0, 0.02 / sqrt(2 blocks)) for what ends a sublayer.

@@ -25,7 +25,7 @@ def rotary_table(length: int, head_dim: int, base: float) -> Rotary:
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn the pairs (x_i, x_{i + K/2}) of x [B, H, T, K] by the angle of their position."""
-    cos, sin = (wide(table.to(x.device)) for table in rotary)
+    cos, sin = (table.to(wide(x).dtype) for table in rotary)
     a, b = wide(x).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

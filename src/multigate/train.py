@@ -47,7 +47,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def optimizer_for(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices, none on what is below two dimensions or the residual exempts."""
+    """AdamW; decay on matrices, except those that the residual exempts."""
     exempt = {f"stack.residual.{name}" for name in model.stack.residual.undecayed()}
     decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n not in exempt}
     others = {n: p for n, p in model.named_parameters() if n not in decayed}

@@ -147,7 +147,7 @@ class LiteHyperConnections(ConstrainedStreams):
         super().__init__(dim, depth, streams, norm_then_sum, eps, identity)
         eye = torch.eye(streams)
         matrices = torch.stack([eye[list(p)] for p in permutations(range(streams))])
-        self.register_buffer("permutations", matrices, persistent=False)
+        self.register_buffer("permutations", matrices)
 
     def constrain(self, logits: Tensor) -> Tensor:
         share = logits.softmax(dim=-1)

@@ -1,0 +1,140 @@
+"""Every command and code block of the documents runs; their numbers are what the code says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import multigate as mg
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def shell(command, folder, timeout=600):
+    """Run a line as a reader would: the virtual environment of the tests is not active."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    kept["MAKEFLAGS"] = ""
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=kept, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def fresh_copy(folder):
+    """What a clone would hold: tracked files, and new ones that are not ignored."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def test_the_python_of_the_readme_runs():
+    namespace = {}
+    for block in blocks(README, "python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["h"].shape == (2, 10, 64)
+    assert torch.isfinite(namespace["loss"])
+    assert 0 < namespace["steps"][11]["beta"].mean() < 1
+
+
+def test_the_commands_of_the_readme_are_these():
+    """`make test` is what runs this; the others run below."""
+    assert blocks(README, "bash") == [
+        "make demo\nmake test\n",
+        "python -m venv .venv\n"
+        '.venv/bin/python -m pip install -c constraints.txt -e ".[train]"\n'
+        ".venv/bin/python -m multigate demo\n",
+    ]
+
+
+def test_make_demo():
+    shown = shell("make demo STEPS=2", ROOT)
+    for word in ("order-1 byte counts", "GPT, prenorm", "GPT, mgr-competitive", "Done in"):
+        assert word in shown
+
+
+@pytest.mark.slow
+def test_make_demo_from_a_fresh_clone(tmp_path):
+    shown = shell("make demo STEPS=2", fresh_copy(tmp_path))
+    assert "GPT, mgr-competitive" in shown
+    assert (tmp_path / ".venv" / "bin" / "ruff").exists()
+
+
+@pytest.mark.slow
+def test_the_lines_without_make_from_a_fresh_clone(tmp_path):
+    fresh_copy(tmp_path)
+    for line in blocks(README, "bash")[1].splitlines():
+        line = line.replace("python -m venv", f"{sys.executable} -m venv")
+        shown = shell(line + (" --steps 2" if line.endswith("demo") else ""), tmp_path)
+    assert "GPT, mgr-competitive" in shown
+
+
+def test_the_table_of_residuals_is_what_the_code_says():
+    rows = re.findall(r"^\| `([a-z-]+)` \| .* \| ([\d,]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    assert [row[0] for row in rows] == mg.residual_names()
+    for name, parameters, state in rows:
+        with torch.device("meta"):
+            residual = mg.build_residual(name, 768, 24)
+        assert f"{sum(p.numel() for p in residual.parameters()):,}" == parameters
+        largest = max(residual.state_size(i) for i in range(25))
+        assert f"{largest / 768:.2f}" == state
+
+
+def test_links_and_pictures_exist():
+    for text in (README, CONTRIBUTING):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+            assert (ROOT / target).exists(), target
+
+
+def follow_contributing(folder):
+    """Put the worked example where its first lines say: a new file, or the end of an old one."""
+    fresh_copy(folder)
+    for block in blocks(CONTRIBUTING, "python"):
+        path, code = block.split("\n", 1)
+        target = folder / path.removeprefix("# ")
+        before = target.read_text() if target.exists() else ""
+        target.write_text(before + "\n\n" + code if before else code)
+    return folder / "src/multigate/residuals/rezero.py"
+
+
+def run_example(folder):
+    (command,) = blocks(CONTRIBUTING, "bash")
+    command = command.strip().removeprefix("python -m ").split()
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    return subprocess.run(
+        [sys.executable, "-m", *command, "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_add_a_residual_in_one_file(tmp_path):
+    """The worked example of CONTRIBUTING passes the suite; with a wrong sign in it, it does not."""
+    file = follow_contributing(tmp_path)
+    done = run_example(tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\b[12]\d passed", done.stdout), "the suite did not run over the new residual"
+    file.write_text(file.read_text().replace("+ share * wide(y)", "- share * wide(y)"))
+    done = run_example(tmp_path)
+    assert done.returncode == 1
+    assert "FAILED tests/test_conformance.py::test_values_are_those_of_the_equations" in done.stdout
