@@ -293,9 +293,10 @@ def test_skipping_reads_and_leaves_the_streams(case):
         h, after = residual.step(i, None, states[i])
         written, _ = residual.step(i, ys[i], states[i])
         assert not torch.allclose(h, written)
-        before = [t for t in flatten_state(states[i]) if t.shape[-1] == DIM]
-        for old, new in zip(before[1:], flatten_state(after)[1:], strict=False):
-            assert old.shape != new.shape or torch.equal(old, new)
+        # Everything that was kept is still there, bit for bit, wherever the state keeps it now.
+        kept = [t for t in flatten_state(after) if t.shape[-1] == DIM]
+        for old in (t for t in flatten_state(states[i]) if t.shape[-1] == DIM):
+            assert any(old.shape == new.shape and torch.equal(old, new) for new in kept)
 
 
 @everywhere
