@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 import multigate as mg
 from multigate.train import TrainConfig, train
@@ -75,7 +74,15 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
     args = parser.parse_args()
+    for residual in args.residuals:
+        count = mg.GPT(mg.preset("mini", residual=residual)).parameter_count()
+        print(f"mini, {residual}: {count:,} parameters, {args.steps} steps, seeds {args.seeds}")
+    if args.dry_run:
+        return
+    from tokenizers import Tokenizer
+
     begin = time.time()
     tokenizer = Tokenizer.from_file(args.tokenizer)
     train_tokens, val_tokens = (tokens_of(args.text, s, tokenizer) for s in ("train", "val"))

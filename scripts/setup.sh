@@ -1,5 +1,5 @@
 #!/bin/sh
-# Creates .venv and installs multigate with its pinned dependencies: uv when it can be had, pip otherwise.
+# Creates .venv and installs multigate with its pinned dependencies: by uv if it can be had, else by pip.
 set -eu
 
 PYTHON="${PYTHON:-python3}"
@@ -8,15 +8,18 @@ if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
     exit 1
 fi
 
-[ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 PY=.venv/bin/python
+if ! "$PY" -m pip --version >/dev/null 2>&1; then
+    rm -rf .venv
+    "$PYTHON" -m venv .venv
+fi
 
-if "$PY" -m pip install --quiet --disable-pip-version-check uv==0.13.7; then
+by_uv() {
+    "$PY" -m pip install --quiet --disable-pip-version-check uv==0.13.7 || return 1
     # uv does not read pip's configuration; a folder of wheels named there is handed over.
     LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$("$PY" -m pip config get global.find-links 2>/dev/null || true)}}"
     [ -z "$LINKS" ] || export UV_FIND_LINKS="$LINKS"
-    "$PY" -m uv pip install --quiet --python "$PY" -c constraints.txt torch==2.13.0 -e '.[train,dev]'
-else
-    "$PY" -m pip install --quiet -c constraints.txt torch==2.13.0
-    "$PY" -m pip install --quiet -c constraints.txt -e '.[train,dev]'
-fi
+    "$PY" -m uv pip install --quiet --python "$PY" -c constraints.txt -e '.[train,dev]'
+}
+
+by_uv || "$PY" -m pip install --quiet -c constraints.txt -e '.[train,dev]'

@@ -12,9 +12,9 @@ DIM, DEPTH, STREAMS = 6, 7, 3
 
 VARIANTS = {
     "highway": [{"gate": "vector"}],
-    "denseformer": [{"period": 3, "dilation": 2}],
+    "denseformer": [{"period": 3, "dilation": 2}, {"period": 1, "dilation": 3}],
     "hc": [{"static": True}, {"streams": 1}],
-    "mhc": [{"streams": 1}, {"streams": 4}],
+    "mhc": [{"streams": 1}, {"streams": 4}, {"sinkhorn_steps": 3}],
     "mhc-lite": [{"streams": 1}, {"streams": 4}],
     "attnres-full": [{"scaled": True}, {"key_gain": False}],
     "attnres-block": [{"streams": 1}, {"streams": DEPTH, "scaled": True}],

@@ -139,7 +139,7 @@ def mhc(p, o, e, ys):
                     m[j][k] /= total
 
         columns()
-        for _ in range(19):
+        for _ in range(o.get("sinkhorn_steps", 20) - 1):
             for j in range(n):
                 total = sum(m[j]) + eps
                 m[j] = [v / total for v in m[j]]

@@ -42,7 +42,8 @@ def test_help_and_errors():
     assert "demo" in run("--help").stdout
     assert "--steps" in run("demo", "--help").stdout
     for arguments, sentence in [
-        (["demo", "--steps", "0"], "must be at least 1, got 0"),
+        (["demo", "--steps", "0"], "must be a whole number of at least 1, got '0'"),
+        (["demo", "--steps", "abc"], "must be a whole number of at least 1, got 'abc'"),
         (["train-me"], "invalid choice: 'train-me'"),
         ([], "COMMAND"),
     ]:

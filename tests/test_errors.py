@@ -58,6 +58,46 @@ SENTENCES = {
         "streams must be a whole number of at least 1",
     ),
     "streams in the listing": (lambda: mg.MultiGateResidual(8, 0), "n_stream=0"),
+    "minus one stream": (lambda: mg.build_residual("mhc", 8, 4, streams=-1), "got -1."),
+    "half a permutation": (lambda: mg.build_residual("mhc-lite", 8, 4, streams=1.5), "got 1.5."),
+    "blocks as text": (lambda: mg.build_residual("attnres-block", 8, 4, streams="4"), "got '4'."),
+    "half a depth": (lambda: mg.build_residual("attnres-full", 8, 1.5), "depth must be a whole"),
+    "no Sinkhorn step": (
+        lambda: mg.build_residual("mhc", 8, 4, sinkhorn_steps=0),
+        "sinkhorn_steps must be at least 1, got 0.",
+    ),
+    "misspelt bias without a gate": (
+        lambda: mg.build_residual("mgr-competitive", 8, 4, 9, bias_init="papper"),
+        "did you mean 'paper'?",
+    ),
+    "options of a residual that is built": (
+        lambda: mg.Stack([abs], mg.build_residual("prenorm", 8, 1), streams=9),
+        "Stack was given a residual that is built already",
+    ),
+    "a name that is taken": (
+        lambda: mg.register_residual("prenorm"),
+        "the residual 'prenorm' exists already: choose another name.",
+    ),
+    "norm_then_sum without a norm": (
+        lambda: mg.Stack([torch.tanh], "hc", 8, norm_then_sum=True)(torch.zeros(3, 8)),
+        "hand it to the last step, or to Stack as out_norm.",
+    ),
+    "a sublayer that returns nothing": (
+        lambda: mg.Stack([lambda h: None], "prenorm", 8)(torch.zeros(3, 8)),
+        "sublayer 0 returned NoneType",
+    ),
+    "another batch": (
+        lambda: step(mg.build_residual("prenorm", 8, 4), torch.zeros(5, 3, 8)),
+        "must have the shape of x, (3, 8), got (5, 3, 8).",
+    ),
+    "another batch in the streams": (
+        lambda: step(mg.build_residual("hc", 8, 4), torch.zeros(1, 8)),
+        "must have the shape of x, (3, 8), got (1, 8).",
+    ),
+    "another batch in the gates": (
+        lambda: step(mg.build_residual("mgr-competitive", 8, 4, 1), torch.zeros(8)),
+        "must have the shape of x, (3, 8), got (8,).",
+    ),
     "half a stream": (lambda: mg.build_residual("hc", 8, 4, streams=1.5), "whole number"),
     "no depth": (lambda: mg.Stack([], "prenorm", dim=8), "depth must be a whole number"),
     "streams of a single-stream residual": (
@@ -99,7 +139,7 @@ SENTENCES = {
     ),
     "shape of y": (
         lambda: mg.Stack([lambda h: h[:1]], "prenorm", 8)(torch.zeros(3, 8)),
-        "sublayer 0 turned shape (3, 8) into (1, 8)",
+        "the output of sublayer 0 must have the shape of x, (3, 8), got (1, 8).",
     ),
     "tokens instead of embeddings": (
         lambda: mg.build_residual("prenorm", 8, 4).start(torch.zeros(3, 8, dtype=torch.long)),
@@ -130,6 +170,15 @@ SENTENCES = {
         "with 3 streams of width 8 and the competitive gate needs bias of shape (4,), got (3,).",
     ),
     "gate_pool y": (lambda: pool(y=torch.zeros(2, 9)), "needs y of shape (2, 8), got (2, 9)."),
+    "gate_pool norm": (lambda: pool(norm_weight=torch.zeros(7)), "norm_weight of shape (8,)"),
+    "gate_pool integers": (
+        lambda: pool(y=torch.zeros(2, 8, dtype=torch.long)),
+        "gate_pool: y must be floating point, got torch.int64.",
+    ),
+    "gate_pool devices": (
+        lambda: pool(w_pool=torch.zeros(8, device="meta")),
+        "gate_pool: w_pool is on meta but streams is on cpu",
+    ),
     "gate_pool streams": (
         lambda: pool(streams=torch.zeros(8)),
         "needs streams of shape [..., n, D], got (8,).",
@@ -144,10 +193,38 @@ SENTENCES = {
     ),
     "depth_pool query": (
         lambda: mg.ops.depth_pool([torch.zeros(2, 8)], torch.zeros(7)),
-        "needs a query of 8 numbers, got (7,).",
+        "depth_pool: the query must have 8 numbers, got (7,).",
+    ),
+    "depth_pool norm": (
+        lambda: mg.ops.depth_pool(
+            [torch.zeros(2, 8)], torch.zeros(8), norm_weight=torch.zeros(2, 8)
+        ),
+        "depth_pool: norm_weight must have 8 numbers",
+    ),
+    "depth_pool integers": (
+        lambda: mg.ops.depth_pool([torch.zeros(2, 8, dtype=torch.int)], torch.zeros(8)),
+        "depth_pool: source 0 must be floating point",
+    ),
+    "depth_pool devices": (
+        lambda: mg.ops.depth_pool([torch.zeros(2, 8)], torch.zeros(8, device="meta")),
+        "depth_pool: the query is on meta but source 0 is on cpu",
+    ),
+    "GPT half a block": (lambda: mg.preset("s", blocks=2.5), "got 2.5."),
+    "GPT devices": (
+        lambda: mg.GPT(mg.preset("tiny"))(torch.zeros(1, 4, dtype=torch.long, device="meta")),
+        "the token ids are on meta but the GPT is on cpu: move one of them with .to(device).",
+    ),
+    "GPT targets": (
+        lambda: mg.GPT(mg.preset("tiny"))(
+            torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
+        ),
+        "GPT needs a target for every token, got (1, 3) targets for (1, 4) tokens.",
     ),
     "GPT heads": (lambda: mg.preset("s", heads=7), "width 768 cannot be 7 heads of even size"),
-    "GPT size": (lambda: mg.preset("s", blocks=0), "blocks must be at least 1, got 0"),
+    "GPT size": (
+        lambda: mg.preset("s", blocks=0),
+        "blocks must be a whole number of at least 1, got 0",
+    ),
     "GPT input": (
         lambda: mg.GPT(mg.preset("tiny"))(torch.zeros(1, 4)),
         "GPT needs token ids of shape [batch, positions], got torch.float32",

@@ -8,6 +8,7 @@ import torch
 import multigate as mg
 from cases import DEPTH, DIM, Case, random_inputs, run
 from multigate.ops.gate_pool import reference as maths
+from multigate.residuals.mhc import sinkhorn
 
 
 def same(a, b, tolerance=1e-12):
@@ -77,16 +78,24 @@ def tiny_gpt(residual, **changes):
 
 @pytest.mark.parametrize(
     ("residual", "streams"),
-    [("attnres-full", None), ("attnres-block", 3), ("denseformer", None), ("hc", 4), ("hc", 2)],
+    [("attnres-full", None), ("attnres-block", 3), ("hc", 4), ("hc", 2)],
 )
-def test_c_d_logits_at_initialisation_are_those_of_prenorm(residual, streams):
-    """Zero queries, static hyper-connections: the same function as PreNorm at step 0."""
+@pytest.mark.parametrize("static", [False, True])
+def test_c_d_logits_at_initialisation_are_those_of_prenorm(residual, streams, static):
+    """Zero queries, hyper-connections before they move: the function of PreNorm at step 0."""
+    if static and residual != "hc":
+        pytest.skip("only hyper-connections have a static form")
     plain = tiny_gpt("prenorm", eps=1e-12)
-    options = {"eps": 1e-12} if residual != "denseformer" else {}
+    options = {"eps": 1e-12, **({"static": True} if static else {})}
     other = tiny_gpt(residual, streams=streams, residual_options=options, eps=1e-12)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
     expected = plain(tokens)
     assert (other(tokens) - expected).norm() <= 2e-7 * expected.norm()
+
+
+def test_denseformer_starts_as_prenorm():
+    x, ys = random_inputs(4)
+    same(run(Case("denseformer").fresh(), x, ys)[0], run(Case("prenorm").fresh(), x, ys)[0])
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -153,6 +162,10 @@ def test_g_mhc_mixes_doubly_stochastically(streams):
         assert (mix.sum(-1) - 1).abs().max() < 1e-5
     for mix in mixing_matrices(Case("mhc", {"streams": streams}).build(spread=1.0)):
         assert (mix.sum(-2) - 1).abs().max() < 2e-6
+    generator = torch.Generator().manual_seed(0)
+    mix = sinkhorn(torch.randn(500, streams, streams, generator=generator, dtype=torch.float64))
+    assert (mix.sum(-2) - 1).abs().max() < 2e-6
+    assert (mix.sum(-1) - 1).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 5])

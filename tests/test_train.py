@@ -124,8 +124,8 @@ def test_order_1_counts():
     """On 'abab...': after a comes b for certain, up to the added counts."""
     tokens = np.frombuffer(b"ab" * 500, dtype=np.uint8)
     expected = -math.log2((500 + 1) / (500 + 256))
-    assert order1_bits_per_byte(tokens, tokens[:200]) == pytest.approx(expected, abs=0.01)
-    uniform = order1_bits_per_byte(tokens, np.frombuffer(b"zq" * 50, dtype=np.uint8))
+    assert order1_bits_per_byte(tokens, tokens[:200], 50) == pytest.approx(expected, abs=0.01)
+    uniform = order1_bits_per_byte(tokens, np.frombuffer(b"zq" * 50, dtype=np.uint8), 50)
     assert uniform == pytest.approx(8.0)
 
 
@@ -138,6 +138,9 @@ def test_bits_per_byte_is_the_mean_over_all_windows():
     ]
     expected = sum(nats) / 5 / math.log(2)
     assert bits_per_byte(model, tokens, batch=2) == pytest.approx(expected, rel=1e-6)
+    # With fewer windows than the text has, they are spread from its beginning to its end.
+    ends = (nats[0] + nats[4]) / 2 / math.log(2)
+    assert bits_per_byte(model, tokens, most=64) == pytest.approx(ends, rel=1e-6)
 
 
 def test_generate_greedily_is_the_argmax_one_by_one():

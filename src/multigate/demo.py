@@ -25,7 +25,7 @@ def demo(steps: int = 1000, seed: int = 0, console: Console | None = None) -> di
     console = console or Console()
     begin = time.perf_counter()
     train_text, val_text = byte_corpus()
-    order1 = order1_bits_per_byte(train_text, val_text)
+    order1 = order1_bits_per_byte(train_text, val_text, MODEL.context)
     console.print(
         f"Text: the Python standard library of this machine, {len(train_text) / 1e6:.1f} MB to "
         f"train on and {len(val_text) / 1e6:.1f} MB held out, as bytes."

@@ -12,7 +12,7 @@ Mixing, norms, softmaxes and the loss are computed in float32 in any case.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from .names import unknown
 from .nn import MLP, Attention, DepthEntries, rotary_table, to_compute
 from .norm import RMSNorm
-from .numerics import wide
+from .numerics import autocast_is_on, wide
 from .residuals import Stack, Sublayer
 
 ATTENTION = ("plain", "moda", "moda-ffn")
@@ -56,9 +56,10 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "blocks", "width", "heads", "context"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"GPTConfig: {name} must be at least 1, got {getattr(self, name)}."
+                    f"GPTConfig: {name} must be a whole number of at least 1, got {value!r}."
                 )
         if self.width % (2 * self.heads):
             raise ValueError(
@@ -89,6 +90,11 @@ def preset(name: str, **changes: Any) -> GPTConfig:
     return replace(PRESETS[name], **changes)
 
 
+def remake_rope(model: nn.Module, _: object) -> None:
+    """After loading: `assign=True` moves a model off the meta device without casting it."""
+    cast(GPT, model)._make_rope()
+
+
 class GPT(nn.Module):
     """A decoder-only transformer over any residual.
 
@@ -111,15 +117,12 @@ class GPT(nn.Module):
             **config.residual_options,
         )
         self._make_rope()
+        self.register_load_state_dict_post_hook(remake_rope)
         self._initialise()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        self._check("token ids", tokens)
         length = tokens.shape[-1]
-        if tokens.is_floating_point() or tokens.ndim != 2:
-            raise ValueError(
-                f"GPT needs token ids of shape [batch, positions], got {tokens.dtype} of shape "
-                f"{tuple(tokens.shape)}."
-            )
         if length > self.config.context:
             raise ValueError(
                 f"{length} tokens are more than this model's context of {self.config.context}: "
@@ -132,11 +135,29 @@ class GPT(nn.Module):
         logits = F.linear(to_compute(h, self.embed.weight), self.embed.weight)
         if targets is None:
             return logits
+        self._check("targets", targets)
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"GPT needs a target for every token, got {tuple(targets.shape)} targets for "
+                f"{tuple(tokens.shape)} tokens."
+            )
         return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
 
     def parameter_count(self) -> int:
         """All parameters; the tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
+
+    def _check(self, what: str, ids: Tensor) -> None:
+        if ids.is_floating_point() or ids.ndim != 2:
+            raise ValueError(
+                f"GPT needs {what} of shape [batch, positions], got {ids.dtype} of shape "
+                f"{tuple(ids.shape)}."
+            )
+        if ids.device != self.embed.weight.device:
+            raise ValueError(
+                f"the {what} are on {ids.device} but the GPT is on {self.embed.weight.device}: "
+                "move one of them with .to(device)."
+            )
 
     def _sublayers(self) -> list[Sublayer]:
         c, sublayers = self.config, list[Sublayer]()
@@ -177,7 +198,6 @@ class GPT(nn.Module):
         if chosen is not None:
             return chosen
         device = x.device.type
-        bf16 = (
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-        )
-        return torch.bfloat16 if bf16 else x.dtype
+        if autocast_is_on(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            return torch.bfloat16
+        return x.dtype

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .norm import RMSNorm
-from .numerics import wide
+from .numerics import autocast_is_on, wide
 from .residuals import Sublayer
 
 Rotary = tuple[Tensor, Tensor]
@@ -18,8 +18,10 @@ DepthEntries = dict[int, tuple[Tensor, Tensor]]
 
 def rotary_table(length: int, head_dim: int, base: float) -> Rotary:
     """cos and sin [T, K/2] of position * base^(-2i/K)."""
-    frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
+    # On the CPU whatever the default device is: not every device has float64.
+    with torch.device("cpu"):
+        frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)
     return angle.cos().float(), angle.sin().float()
 
 
@@ -37,7 +39,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def to_compute(x: Tensor, weight: Tensor) -> Tensor:
     """`x` as the matrix product with `weight` needs it; autocast sees to that by itself."""
-    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
+    return x if autocast_is_on(x.device.type) else x.to(weight.dtype)
 
 
 def depth_attention(

@@ -16,4 +16,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(wide(x), self.weight.shape, wide(self.weight), self.eps).to(x.dtype)
+        v = wide(x)
+        weight = self.weight.to(v.dtype)
+        return F.rms_norm(v, weight.shape, weight, self.eps).to(x.dtype)

@@ -1,5 +1,7 @@
 """The arithmetic every method shares: in which precision, and the weight-free RMSNorm score."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,18 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 def score(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight . rms(x) over the last dimension, with rms(x) = x / sqrt(mean(x^2) + eps).
 
-    The norm multiplies the finished dot product, so that autograd keeps x itself and no normalised
-    copy of it: a source that is read by many layers is stored once.
+    The norm multiplies the finished dot product, so that autograd keeps wide(x) and no normalised
+    copy of it.
     """
-    return (wide(x) * wide(weight)).sum(-1) * inverse_rms(x, eps)
+    x = wide(x)
+    return (x * weight.to(x.dtype)).sum(-1) * inverse_rms(x, eps)
+
+
+def autocast_is_on(device: str) -> bool:
+    """Whether autocast applies on this kind of device; shapes alone ("meta") know no autocast."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """A region in which matrix products keep the dtype of their inputs."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from multigate.names import unknown
+from multigate.numerics import without_autocast
 
 State = tuple[Any, ...]
 """What a residual carries between steps: tensors in (possibly nested) tuples, opaque to callers."""
@@ -34,11 +35,17 @@ def flatten_state(state: State) -> list[Tensor]:
     ]
 
 
+def check_sizes(name: str, dim: int, depth: int, streams: int) -> None:
+    for what, value in (("dim", dim), ("depth", depth), ("streams", streams)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: {what} must be a whole number of at least 1, got {value!r}.")
+
+
 class Residual(nn.Module):
     """A residual architecture over `depth` sublayers of width `dim`.
 
     A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
-    `_step_normed` (a norm fused into the step), `can_skip`, `structural_zeros` and `undecayed`.
+    `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`.
 
     Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
     says, and rounded once when it is stored.
@@ -49,11 +56,7 @@ class Residual(nn.Module):
 
     def __init__(self, dim: int, depth: int, streams: int = 1, eps: float = 1e-6) -> None:
         super().__init__()
-        for what, value in (("dim", dim), ("depth", depth), ("streams", streams)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{self.name}: {what} must be a whole number of at least 1, got {value!r}."
-                )
+        check_sizes(self.name, dim, depth, streams)
         self.dim, self.depth, self.streams, self.eps = dim, depth, streams, eps
 
     def start(self, x: Tensor, norm: nn.Module | None = None) -> tuple[Tensor, State]:
@@ -65,9 +68,9 @@ class Residual(nn.Module):
                 f"{self.name}: x is on {x.device} but the residual is on {parameter.device}: "
                 "move one of them with .to(device)."
             )
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             h, state = self._start(x)
-            return (h if norm is None else norm(h)), state
+        return (h if norm is None else norm(h)), state
 
     def step(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module | None = None
@@ -85,14 +88,23 @@ class Residual(nn.Module):
                     f"{self.name}: the output of sublayer {i} is on {y.device} but the state is on "
                     f"{device}: move one of them with .to(device)."
                 )
+            batch = self._batch_shape(i, state)
+            if y.shape[:-1] != batch:
+                raise ValueError(
+                    f"{self.name}: the output of sublayer {i} must have the shape of x, "
+                    f"{(*batch, self.dim)}, got {tuple(y.shape)}."
+                )
         elif not self.can_skip(i):
             raise ValueError(
                 f"{self.name}: sublayer {i} cannot be skipped, its output becomes a stream itself."
             )
-        with torch.autocast(device.type, enabled=False):
-            if norm is None:
-                return self._step(i, y, state)
-            return self._step_normed(i, y, state, norm)
+        with without_autocast(device.type):
+            if norm is not None:
+                fused = self._step_normed(i, y, state, norm)
+                if fused is not None:
+                    return fused
+            h, state = self._step(i, y, state)
+        return (h if norm is None else norm(h)), state
 
     def state_size(self, i: int) -> int:
         """Numbers kept per token before sublayer i (i = depth: after the last step)."""
@@ -135,9 +147,13 @@ class Residual(nn.Module):
 
     def _step_normed(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module
-    ) -> tuple[Tensor, State]:
-        h, state = self._step(i, y, state)
-        return norm(h), state
+    ) -> tuple[Tensor, State] | None:
+        """The step with `norm` fused into it, or None where this norm cannot be fused."""
+        return None
+
+    def _batch_shape(self, i: int, state: State) -> torch.Size:
+        """The leading dimensions of x, from the state before sublayer i."""
+        return flatten_state(state)[0].shape[:-1]
 
     def _check(self, x: Tensor, what: str) -> None:
         if not x.is_floating_point():
@@ -157,6 +173,8 @@ R = TypeVar("R", bound=type[Residual])
 
 def register_residual(name: str) -> Callable[[R], R]:
     """Class decorator: make a `Residual` available everywhere under `name`."""
+    if name in _REGISTRY:
+        raise ValueError(f"the residual {name!r} exists already: choose another name.")
 
     def decorate(cls: R) -> R:
         cls.name = name
@@ -190,6 +208,7 @@ def build_residual(
     for option in options:
         if option not in known:
             raise ValueError(unknown(f"option of {name}", option, known))
+    check_sizes(name, dim, depth, options.get("streams", 1))
     return cls(dim, depth, **options)
 
 
@@ -197,7 +216,7 @@ class Sublayer(nn.Module):
     """A sublayer F(h) = body(norm(h)) that lets the residual apply its norm.
 
     A subclass sets `self.norm` and implements `body`. Called with normed=True the input has been
-    through the norm already.
+    through the norm already; an RMSNorm of this library may be fused into the residual's step.
     """
 
     norm: nn.Module
@@ -223,14 +242,15 @@ class Function(nn.Module):
 class Stack(nn.Module):
     """Run any callables [..., D] -> [..., D] with any residual between them.
 
-        stack = Stack([attention, mlp, attention, mlp], residual="mgr-competitive", dim=768,
-        streams=4) h = stack(x)
+        stack = Stack([attention, mlp], residual="mgr-competitive", dim=768, streams=2)
+        h = stack(x)
 
-    Further arguments of the call go to every sublayer as they are. A sublayer may return a tuple:
-    its first entry is the output; if any sublayer did, the call returns (h, extras), extras[i]
-    being what else sublayer i returned. Each sublayer owns its input norm; where it is a
-    `Sublayer`, the residual applies that norm in the step before. `out_norm` is applied to the
-    output in the same way.
+    Modules among them are registered; what stands behind a lambda or a method is not. Further
+    arguments of the call go to every sublayer as they are. A sublayer may return a tuple: its
+    first entry is the output; if any sublayer did, the call returns (h, extras), extras[i] being
+    what else sublayer i returned. Each sublayer owns its input norm; where it is a `Sublayer`,
+    the residual applies that norm in the step before. `out_norm` is applied to the output in the
+    same way.
     """
 
     def __init__(
@@ -252,6 +272,11 @@ class Stack(nn.Module):
                     f"Stack needs dim, the width of the sublayers, to build {residual!r}."
                 )
             residual = build_residual(residual, dim, len(self.sublayers), streams, **options)
+        elif dim is not None or streams is not None or options:
+            raise ValueError(
+                "Stack was given a residual that is built already: dim, streams and options belong "
+                "to build_residual."
+            )
         elif residual.depth != len(self.sublayers):
             raise ValueError(
                 f"the residual is built for {residual.depth} sublayers, got {len(self.sublayers)}."
@@ -269,10 +294,10 @@ class Stack(nn.Module):
             y = sublayer(h, *args, **normed, **kwargs)
             y, *extra = y if isinstance(y, tuple) else (y,)
             extras.append(tuple(extra))
-            if y.shape != x.shape:
+            if not isinstance(y, Tensor):
                 raise ValueError(
-                    f"sublayer {i} turned shape {tuple(x.shape)} into {tuple(y.shape)}: a sublayer "
-                    "must keep the shape of its input."
+                    f"sublayer {i} returned {type(y).__name__}: a sublayer must return a tensor, "
+                    "or a tuple that begins with one."
                 )
             h, state = self.residual.step(i, y, state, norms[i + 1])
         return (h, extras) if any(extras) else h

@@ -38,7 +38,8 @@ class HyperConnections(HyperStreams):
         mix  = s_a tanh(rms(X) W_mix) + mix0        mix0 = identity
         post = s_b tanh(rms(X) w_post) + post0      post0 = ones
 
-    The w start at zero and s_a = s_b = 0.01, so that the model starts as PreNorm exactly.
+    The w start at zero and s_a = s_b = 0.01, so that the model starts as PreNorm exactly (the
+    paper also rescales output projections by sqrt(n) at the start; that is left out here).
     """
 
     def __init__(
@@ -61,13 +62,15 @@ class HyperConnections(HyperStreams):
     def coefficients(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         maps = cast(Maps, self.maps[sublayer])
         batch, n = streams.shape[:-2], self.streams
-        pre, post, mix = wide(maps.pre), wide(maps.post), wide(maps.mix)
+        x = wide(streams)
+        pre, post, mix = (static.to(x.dtype) for static in (maps.pre, maps.post, maps.mix))
         if self.static:
             return pre.expand(*batch, n), post.expand(*batch, n), mix.expand(*batch, n, n)
         weight = torch.cat([maps.w_pre[None], maps.w_post[None], maps.w_mix])
-        moved = F.linear(wide(streams), wide(weight)) * inverse_rms(streams, self.eps).unsqueeze(-1)
+        moved = F.linear(x, weight.to(x.dtype)) * inverse_rms(x, self.eps).unsqueeze(-1)
         moved = moved.tanh()
-        pre = pre + wide(maps.scale_in) * moved[..., 0]
-        post = post + wide(maps.scale_post) * moved[..., 1]
-        mix = mix + wide(maps.scale_in) * moved[..., 2:]
+        scale_in, scale_post = maps.scale_in.to(x.dtype), maps.scale_post.to(x.dtype)
+        pre = pre + scale_in * moved[..., 0]
+        post = post + scale_post * moved[..., 1]
+        mix = mix + scale_in * moved[..., 2:]
         return pre, post, mix

@@ -50,11 +50,13 @@ class Highway(Residual):
         if y is not None:
             g = self._gate(i, x)
             self.note(i, beta=g)
-            x = torch.lerp(wide(x), wide(y), g).to(x.dtype)
+            old = wide(x)
+            x = torch.lerp(old, y.to(old.dtype), g).to(x.dtype)
         return x, (x,)
 
     def _gate(self, i: int, x: Tensor) -> Tensor:
-        weight, bias = wide(self.weight[i]), wide(self.bias[i])
+        x = wide(x)
+        weight, bias = self.weight[i].to(x.dtype), self.bias[i].to(x.dtype)
         if self.vector:
-            return (wide(x) @ weight.mT + bias).sigmoid()
+            return (x @ weight.mT + bias).sigmoid()
         return (score(x, weight, self.eps) * self.dim**-0.5 + bias).sigmoid().unsqueeze(-1)

@@ -1,5 +1,6 @@
 """What Hyper-Connections and their descendants share: n streams, three maps a sublayer."""
 
+import torch
 from torch import Tensor, nn
 
 from multigate.numerics import wide
@@ -40,25 +41,34 @@ class HyperStreams(Residual):
 
     def _step(self, i: int, y: Tensor | None, state: State) -> tuple[Tensor, State]:
         streams = self._write(i, y, state)
-        if i == self.depth - 1:
-            return wide(streams).sum(-2).to(streams.dtype), (streams,)
-        return self._read(i + 1, streams)
+        if i < self.depth - 1:
+            return self._read(i + 1, streams)
+        if self.norm_then_sum:
+            raise ValueError(
+                f"{self.name}: norm_then_sum needs the output norm: hand it to the last step, or "
+                "to Stack as out_norm."
+            )
+        return wide(streams).sum(-2).to(streams.dtype), (streams,)
 
     def _step_normed(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module
-    ) -> tuple[Tensor, State]:
-        if i == self.depth - 1 and self.norm_then_sum:
-            streams = self._write(i, y, state)
-            return wide(norm(streams)).sum(-2).to(streams.dtype), (streams,)
-        return super()._step_normed(i, y, state, norm)
+    ) -> tuple[Tensor, State] | None:
+        if i < self.depth - 1 or not self.norm_then_sum:
+            return None
+        streams = self._write(i, y, state)
+        return norm(wide(streams)).sum(-2).to(streams.dtype), (streams,)
+
+    def _batch_shape(self, i: int, state: State) -> torch.Size:
+        return state[0].shape[:-2]
 
     def _write(self, i: int, y: Tensor | None, state: State) -> Tensor:
         streams, post, mix = state
         if y is None:
             return streams
         self.note(i, post=post, mix=mix)
-        written = post.unsqueeze(-1) * wide(y).unsqueeze(-2)
-        return (written + mix.mT @ wide(streams)).to(streams.dtype)
+        old = wide(streams)
+        written = post.unsqueeze(-1) * y.to(old.dtype).unsqueeze(-2)
+        return (written + mix.mT @ old).to(streams.dtype)
 
     def _read(self, sublayer: int, streams: Tensor) -> tuple[Tensor, State]:
         pre, post, mix = self.coefficients(sublayer, streams)

@@ -19,13 +19,13 @@ from .init import gate_bias_init
 class MultiGateResidual(nn.Module):
     """One Multi-Gate step, with the signature and the parameter names of the paper's listing.
 
-        beta = gate(streams, w1, b1)
+        z_i  = w1 . rms(s_i) / sqrt(D) + b_i
+        beta = softmax([b_0, z_1 .. z_n])[1:]  (competitive)   or   sigmoid(z)  (independent)
         s_i <- s_i + beta_i (layer_output - s_i)
         h    = sum_i softmax_i( w2 . rms(s_i) / sqrt(D) ) s_i
 
     `gate_variant` is "competitive" (a softmax over the streams and a carry logit, b1 has n + 1
-    entries) or "independent" (a sigmoid a stream, b1 has n). See `multigate.ops.gate_pool` for
-    the equations.
+    entries) or "independent" (a sigmoid a stream, b1 has n).
     """
 
     def __init__(
@@ -124,18 +124,21 @@ class MultiGate(Residual):
     ) -> None:
         super().__init__(dim, depth, streams, eps)
         growth = min(streams - 1, depth)
-        bias = self._initial_bias(bias_init, depth - growth) if depth > growth else 0.0
+        bias = self._initial_bias(bias_init, depth - growth)
         self.steps = nn.ModuleList(GrowthPool(dim) for _ in range(growth))
         self.steps.extend(
             MultiGateResidual(dim, streams, self.variant, bias, eps) for _ in range(depth - growth)
         )
 
     def _initial_bias(self, bias_init: str | float, lerp_depth: int) -> float:
+        """init_bias of the gates; with more streams than sublayers there are none, and no bias."""
         sign = 1.0 if self.variant == "competitive" else -1.0
         if not isinstance(bias_init, str):
             return -sign * bias_init
         if bias_init not in ("paper", "calibrated"):
             raise ValueError(unknown("bias_init", bias_init, ("paper", "calibrated")))
+        if lerp_depth == 0:
+            return 0.0
         calibrated = bias_init == "calibrated" and self.variant == "independent"
         return sign * gate_bias_init(lerp_depth, 1 if calibrated else self.streams)
 
@@ -156,10 +159,14 @@ class MultiGate(Residual):
 
     def _step_normed(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module
-    ) -> tuple[Tensor, State]:
-        if isinstance(norm, RMSNorm) and norm.eps == self.eps:
+    ) -> tuple[Tensor, State] | None:
+        if type(norm) is RMSNorm and norm.eps == self.eps:
             return self._advance(i, y, state, norm.weight)
-        return super()._step_normed(i, y, state, norm)
+        return None
+
+    def _batch_shape(self, i: int, state: State) -> torch.Size:
+        growing = i < self.streams - 1
+        return state[0].shape[:-1] if growing else state[0].shape[:-2]
 
     def _advance(
         self, i: int, y: Tensor | None, state: State, norm_weight: Tensor | None
@@ -190,11 +197,21 @@ class MultiGate(Residual):
 
 @register_residual("mgr-independent")
 class IndependentMultiGate(MultiGate):
-    __doc__ = MultiGate.__doc__
+    """Multi-Gate Residuals in which every stream decides for itself (see `MultiGate`).
+
+    beta_i = sigmoid( w1 . rms(s_i) / sqrt(D) + b_i )
+    """
+
     variant = "independent"
 
 
 @register_residual("mgr-competitive")
 class CompetitiveMultiGate(MultiGate):
-    __doc__ = MultiGate.__doc__
+    """Multi-Gate Residuals in which the streams compete for the output (see `MultiGate`).
+
+        z_i = w1 . rms(s_i) / sqrt(D) + b_i,    beta_i = e^{z_i} / (e^{b_0} + sum_j e^{z_j})
+
+    b_0 is the carry logit: the larger it is, the less all streams together take.
+    """
+
     variant = "competitive"

@@ -76,10 +76,16 @@ class ConstrainedStreams(HyperStreams):
         maps, n = cast(Maps, self.maps[sublayer]), self.streams
         flat = wide(streams).flatten(-2)
         weight = torch.cat([maps.w_pre, maps.w_post, maps.w_mix])
-        moved = F.linear(flat, wide(weight)) * inverse_rms(flat, self.eps).unsqueeze(-1)
-        u_pre = wide(maps.scale_pre) * moved[..., :n] + wide(maps.b_pre)
-        u_post = wide(maps.scale_post) * moved[..., n : 2 * n] + wide(maps.b_post)
-        u_mix = wide(maps.scale_mix) * moved[..., 2 * n :] + wide(maps.b_mix)
+        moved = F.linear(flat, weight.to(flat.dtype)) * inverse_rms(flat, self.eps).unsqueeze(-1)
+        scaled = (
+            scale.to(flat.dtype) * part + bias.to(flat.dtype)
+            for scale, part, bias in (
+                (maps.scale_pre, moved[..., :n], maps.b_pre),
+                (maps.scale_post, moved[..., n : 2 * n], maps.b_post),
+                (maps.scale_mix, moved[..., 2 * n :], maps.b_mix),
+            )
+        )
+        u_pre, u_post, u_mix = scaled
         return u_pre.sigmoid(), 2 * u_post.sigmoid(), self.constrain(u_mix)
 
     def _mix_names(self, sublayers: set[int]) -> set[str]:
@@ -103,6 +109,8 @@ class ManifoldHyperConnections(ConstrainedStreams):
         norm_then_sum: bool = False,
         eps: float = 1e-6,
     ) -> None:
+        if sinkhorn_steps < 1:
+            raise ValueError(f"mhc: sinkhorn_steps must be at least 1, got {sinkhorn_steps}.")
         identity = -8.0 * (1 - torch.eye(streams)).flatten()
         super().__init__(dim, depth, streams, norm_then_sum, eps, identity)
         self.sinkhorn_steps = sinkhorn_steps

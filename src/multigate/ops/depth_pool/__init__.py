@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from multigate.ops.checks import check_tensors
+
 from . import reference
 
 
@@ -25,14 +27,21 @@ def depth_pool(
     """
     if not sources:
         raise ValueError("depth_pool needs at least one source, and the list is empty.")
+    tensors = {f"source {i}": source for i, source in enumerate(sources)}
+    tensors["the query"] = query
+    if norm_weight is not None:
+        tensors["norm_weight"] = norm_weight
+    check_tensors("depth_pool", tensors, "source 0")
     for source in sources:
         if source.shape != sources[0].shape:
             raise ValueError(
                 f"depth_pool needs sources of one shape, got {tuple(sources[0].shape)} "
                 f"and {tuple(source.shape)}."
             )
-    if query.shape != sources[0].shape[-1:]:
-        raise ValueError(
-            f"depth_pool needs a query of {sources[0].shape[-1]} numbers, got {tuple(query.shape)}."
-        )
+    width = sources[0].shape[-1]
+    for name in ("the query", "norm_weight"):
+        if name in tensors and tensors[name].shape != (width,):
+            raise ValueError(
+                f"depth_pool: {name} must have {width} numbers, got {tuple(tensors[name].shape)}."
+            )
     return reference.depth_pool(sources, query, scale, norm_weight, eps)

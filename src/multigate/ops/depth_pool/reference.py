@@ -15,7 +15,8 @@ def depth_weights(sources: Sequence[Tensor], query: Tensor, scale: float, eps: f
 
 
 def weighted_sum(sources: Sequence[Tensor], alpha: Tensor) -> Tensor:
-    """sum_i alpha_i source_i, in the precision of alpha."""
+    """sum_i alpha_i source_i, not yet rounded to the dtype of the sources."""
+    alpha = alpha.to(wide(sources[0]).dtype)
     total = alpha[..., :1] * wide(sources[0])
     for i, source in enumerate(sources[1:], start=1):
         total = total + alpha[..., i : i + 1] * wide(source)
@@ -29,7 +30,8 @@ def depth_pool(
     norm_weight: Tensor | None,
     eps: float,
 ) -> Tensor:
-    h = weighted_sum(sources, depth_weights(sources, query, scale, eps))
+    widened = [wide(source) for source in sources]
+    h = weighted_sum(widened, depth_weights(widened, query, scale, eps))
     if norm_weight is not None:
-        h = torch.nn.functional.rms_norm(h, h.shape[-1:], wide(norm_weight), eps)
+        h = torch.nn.functional.rms_norm(h, h.shape[-1:], norm_weight.to(h.dtype), eps)
     return h.to(sources[0].dtype)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from multigate.names import unknown
+from multigate.ops.checks import check_tensors
 
 from . import reference
 
@@ -30,12 +31,18 @@ def gate_pool(
     independent gate and n + 1 for the competitive one, whose entry 0 is the carry logit b_0. With
     `norm_weight` [D] h comes back as RMSNorm(h) * norm_weight.
     """
-    check(y, streams, w_gate, w_pool, bias, variant)
+    check(y, streams, w_gate, w_pool, bias, variant, norm_weight)
     return reference.gate_pool(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
 
 
 def check(
-    y: Tensor, streams: Tensor, w_gate: Tensor, w_pool: Tensor, bias: Tensor, variant: str
+    y: Tensor,
+    streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    variant: str,
+    norm_weight: Tensor | None,
 ) -> None:
     """One clear sentence for arguments that do not belong together."""
     if variant not in VARIANTS:
@@ -45,12 +52,17 @@ def check(
             f"gate_pool needs streams of shape [..., n, D], got {tuple(streams.shape)}."
         )
     *batch, n, width = streams.shape
-    for name, tensor, shape in (
-        ("y", y, (*batch, width)),
-        ("w_gate", w_gate, (width,)),
-        ("w_pool", w_pool, (width,)),
-        ("bias", bias, (n + (variant == "competitive"),)),
-    ):
+    wanted = {
+        "y": (y, (*batch, width)),
+        "w_gate": (w_gate, (width,)),
+        "w_pool": (w_pool, (width,)),
+        "bias": (bias, (n + (variant == "competitive"),)),
+    }
+    if norm_weight is not None:
+        wanted["norm_weight"] = (norm_weight, (width,))
+    tensors = {"streams": streams, **{name: tensor for name, (tensor, _) in wanted.items()}}
+    check_tensors("gate_pool", tensors, "streams")
+    for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise ValueError(
                 f"gate_pool with {n} streams of width {width} and the {variant} gate needs {name} "

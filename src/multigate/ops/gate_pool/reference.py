@@ -17,14 +17,15 @@ def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float
     """
     z = score(streams, weight, eps) * streams.shape[-1] ** -0.5
     if variant == "independent":
-        return (z + wide(bias)).sigmoid()
+        return (z + bias.to(z.dtype)).sigmoid()
     carry = torch.zeros_like(z[..., :1])
-    return (torch.cat([carry, z], dim=-1) + wide(bias)).softmax(dim=-1)[..., 1:]
+    return (torch.cat([carry, z], dim=-1) + bias.to(z.dtype)).softmax(dim=-1)[..., 1:]
 
 
 def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
     """s_i + beta_i (y - s_i), not yet rounded to the dtype of the streams."""
-    return torch.lerp(wide(streams), wide(y).unsqueeze(-2), beta.unsqueeze(-1))
+    old = wide(streams)
+    return torch.lerp(old, y.to(old.dtype).unsqueeze(-2), beta.unsqueeze(-1))
 
 
 def pool_weights(streams: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,10 +37,11 @@ def pool(
     streams: Tensor, weight: Tensor, norm_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """h = sum_i alpha_i s_i (then RMSNorm(h) * norm_weight if one is given), and alpha."""
+    streams = wide(streams)
     alpha = pool_weights(streams, weight, eps)
-    h = (alpha.unsqueeze(-1) * wide(streams)).sum(-2)
+    h = (alpha.unsqueeze(-1) * streams).sum(-2)
     if norm_weight is not None:
-        h = torch.nn.functional.rms_norm(h, h.shape[-1:], wide(norm_weight), eps)
+        h = torch.nn.functional.rms_norm(h, h.shape[-1:], norm_weight.to(h.dtype), eps)
     return h, alpha
 
 
