@@ -1,10 +1,12 @@
 """Attention over depth against one softmax, written as a loop in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import multigate as mg
 from multigate.nn import depth_attention
@@ -188,6 +190,20 @@ def test_later_positions_do_not_change_earlier_ones():
     a, b = model(tokens), model(changed)
     torch.testing.assert_close(a[:, :8], b[:, :8], rtol=1e-12, atol=1e-14)
     assert not torch.allclose(a[:, 8:], b[:, 8:])
+
+
+def test_sublayers_can_be_recomputed_in_the_backward_pass():
+    """A recomputed attention finds its own entry and later ones written: it must not read them."""
+    model = gpt("moda-ffn", "mgr-competitive")
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for recompute in (False, True):
+        if recompute:
+            for sublayer in model.stack.sublayers:
+                sublayer.forward = partial(checkpoint, sublayer.forward, use_reentrant=False)
+        gradients.append(torch.autograd.grad(model(tokens, tokens), list(model.parameters())))
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(kept, recomputed)
 
 
 def test_fullgraph_compile():
