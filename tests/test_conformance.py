@@ -172,7 +172,7 @@ def mapped(state, change):
 
 @everywhere
 def test_bf16_over_the_whole_depth(case):
-    residual = case.build(dim=64, dtype=torch.float32, spread=0.1)
+    residual = case.build(dim=64, dtype=torch.float32, spread=0.3)
     x, ys = random_inputs(50, dim=64, dtype=torch.float32)
     exact, _ = run(residual, x, ys)
     half, _ = run(residual, x.bfloat16(), [y.bfloat16() for y in ys])
@@ -228,11 +228,13 @@ def test_a_token_does_not_depend_on_the_others(case):
 
 @everywhere
 def test_state_size_is_as_declared(case):
-    residual = case.build()
+    """Counted on a real run, and on the meta device, where there is nothing but sizes."""
     x, ys = random_inputs(2, 3)
-    _, states = run(residual, x, ys)
-    for i, state in enumerate(states):
-        assert sum(t.numel() for t in flatten_state(state)) == 6 * residual.state_size(i)
+    for device in ("cpu", "meta"):
+        residual = case.build().to(device)
+        _, states = run(residual, x.to(device), [y.to(device) for y in ys])
+        for i, state in enumerate(states):
+            assert sum(t.numel() for t in flatten_state(state)) == 6 * residual.state_size(i)
 
 
 @everywhere
@@ -277,18 +279,6 @@ def test_mixed_float64_is_computed_in_the_precision_of_x(case, precisions):
     for h, e in zip(run(residual, x, ys)[0], expected, strict=True):
         assert h.dtype == x.dtype
         torch.testing.assert_close(h.float(), e, rtol=1e-4, atol=1e-4)
-
-
-@everywhere
-def test_shapes_alone_can_be_run_on_the_meta_device(case):
-    residual = case.build().to("meta")
-    x, ys = random_inputs(2, 3)
-    hs, states = run(residual, x.to("meta"), [y.to("meta") for y in ys])
-    _, real = run(case.build(), x, ys)
-    assert all(h.is_meta and h.shape == x.shape for h in hs)
-    for state, expected in zip(states, real, strict=True):
-        shapes = [t.shape for t in flatten_state(state)]
-        assert shapes == [t.shape for t in flatten_state(expected)]
 
 
 @everywhere

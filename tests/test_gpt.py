@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import multigate as mg
 from cases import takes_streams
@@ -190,11 +191,14 @@ def test_bf16_autocast_compiles_as_one_graph(residual):
         assert (fast - eager).norm() <= 0.03 * eager.norm() + 1e-3 * largest
 
 
-def test_a_whole_gpt_runs_on_the_meta_device():
-    with torch.device("meta"):
-        model = mg.GPT(mg.preset("s", streams=8))
-        logits = model(torch.zeros(2, 1024, dtype=torch.long))
-    assert logits.shape == (2, 1024, 50304)
+def test_the_arithmetic_of_scale_s_counted_on_the_meta_device():
+    """Two operations a weight and token for the matrices and the tied head, and QK and AV."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = mg.GPT(mg.preset("s", residual="prenorm"))
+        model(torch.zeros(2, 1024, dtype=torch.long))
+    matrices = 2 * (2 * 1024) * (12 * 12 * 768**2 + 50304 * 768)
+    attention = 12 * 2 * 2 * (2 * 6 * 1024**2 * 128)
+    assert counter.get_total_flops() == matrices + attention
 
 
 @pytest.mark.parametrize("residual", mg.residual_names())
