@@ -5,26 +5,31 @@ PYTHON ?= python3
 STEPS ?=
 PY := .venv/bin/python
 READY := .venv/.ready
+READY_DEV := .venv/.ready-dev
 
 .PHONY: demo test test-slow lint clean
 
 demo: $(READY)
 	$(PY) -m multigate demo $(if $(STEPS),--steps $(STEPS))
 
-test: $(READY) lint
+test: $(READY_DEV) lint
 	$(PY) -m pytest -n auto -m "not slow"
 
-test-slow: $(READY)
+test-slow: $(READY_DEV)
 	$(PY) -m pytest -n auto -m slow
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh
+	PYTHON=$(PYTHON) sh scripts/setup.sh train
 	touch $(READY)
+
+$(READY_DEV): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON=$(PYTHON) sh scripts/setup.sh train,data,track,dev
+	touch $(READY) $(READY_DEV)
 
 clean:
 	rm -rf .venv

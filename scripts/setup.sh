@@ -1,6 +1,9 @@
 #!/bin/sh
-# Creates .venv and installs multigate with its pinned dependencies: by uv if it can be had, else by pip.
+# Creates .venv and installs multigate with pinned dependencies: by uv if it can be had, else by pip.
+# The extras to install are the argument, e.g. train or train,dev.
 set -eu
+
+EXTRAS="${1:-train}"
 
 PYTHON="${PYTHON:-python3}"
 if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -19,7 +22,7 @@ by_uv() {
     # uv does not read pip's configuration; a folder of wheels named there is handed over.
     LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$("$PY" -m pip config get global.find-links 2>/dev/null || true)}}"
     [ -z "$LINKS" ] || export UV_FIND_LINKS="$LINKS"
-    "$PY" -m uv pip install --quiet --python "$PY" -c constraints.txt -e '.[train,dev]'
+    "$PY" -m uv pip install --quiet --python "$PY" -c constraints.txt -e ".[$EXTRAS]"
 }
 
-by_uv || "$PY" -m pip install --quiet -c constraints.txt -e '.[train,dev]'
+by_uv || "$PY" -m pip install --quiet -c constraints.txt -e ".[$EXTRAS]"

@@ -4,6 +4,7 @@ import inspect
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 import multigate as mg
 from multigate.residuals.base import _REGISTRY
@@ -83,3 +84,27 @@ def random_inputs(*batch, dim=DIM, depth=DEPTH, seed=1, dtype=torch.float64, req
     for t in tensors:
         t.requires_grad_(requires_grad)
     return tensors[0], tensors[1:]
+
+
+class Own(mg.Residual):
+    """A residual as a user may write it: a state that is nested, grows and has one tensor twice, an
+    h that is not contiguous, and a parameter that all steps share."""
+
+    def __init__(self, dim, depth):
+        super().__init__(dim, depth)
+        self.gain = nn.Parameter(torch.ones(dim))
+        self.shares = nn.ParameterList(torch.ones(()) for _ in range(depth))
+
+    def _start(self, x):
+        return x, ((x,), x, x)
+
+    def _step(self, i, y, state):
+        (x, *written), older, _ = state
+        if y is None:
+            return x, ((x, *written), x, x)
+        self.note(i, share=self.shares[i])
+        written.append(y.to(x.dtype))
+        new = (x + self.shares[i] * sum(written) + 0.5 * older).to(x.dtype)
+        h = (self.gain * new).to(x.dtype)
+        h = h.movedim(-1, 0).contiguous().movedim(0, -1)
+        return h, ((new, *written), x, new)

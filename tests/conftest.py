@@ -12,3 +12,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Prepared text as bytes."""
+    from runs import prepared
+
+    return prepared(tmp_path_factory.mktemp("prose"))

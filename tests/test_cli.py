@@ -1,25 +1,29 @@
 """The command line and what the demonstration shows."""
 
 import io
+import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from multigate import demo
-from multigate.__main__ import main
+from multigate.__main__ import COMMANDS, main
+from multigate.data import open_data
+from runs import prepared, quiet, write_documents
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "multigate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "multigate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def test_the_demo_shows_both_losses_the_baseline_and_a_sample():
     screen = io.StringIO()
-    scores = demo.demo(steps=4, console=Console(file=screen, width=100))
+    scores = demo.demo(demo.DemoConfig(steps=4), Console(file=screen, width=120))
     shown = screen.getvalue()
     assert set(scores) == {"order-1", "prenorm", "mgr-competitive"}
     for score in scores.values():
@@ -27,42 +31,97 @@ def test_the_demo_shows_both_losses_the_baseline_and_a_sample():
     assert 3.0 < scores["order-1"] < 4.2
     assert scores["prenorm"] != scores["mgr-competitive"]
     assert demo.PROMPT.strip() in shown
-    assert re.search(r"step 4/4 .* bits/byte", shown)
+    assert re.search(r"step 4/4 .*loss .*val .*gate mean/max", shown)
 
 
 @pytest.mark.slow
 def test_the_demo_learns():
     """A fifth of the demo's steps already beats counting pairs of bytes, for both residuals."""
-    scores = demo.demo(steps=200, console=Console(file=io.StringIO()))
+    scores = demo.demo(demo.DemoConfig(steps=demo.DemoConfig.steps // 5), quiet())
     for name in demo.RESIDUALS:
         assert scores[name] < scores["order-1"] - 0.4
 
 
-def test_help_and_errors():
-    assert "demo" in run("--help").stdout
+def test_order_1_counts(tmp_path):
+    """Against counts made by hand, over the windows the models are measured on."""
+    data = open_data(prepared(tmp_path))
+    train, val = data.split("train"), data.split("val")
+    counts = {}
+    for shard in train.shards:
+        for a, b in zip(shard[:-1].tolist(), shard[1:].tolist(), strict=True):
+            counts[a, b] = counts.get((a, b), 0) + 1
+    totals = {a: sum(n for (x, _), n in counts.items() if x == a) for a in range(256)}
+    bits = []
+    for row in val.rows(range(val.windows(50)), 50).tolist():
+        for a, b in zip(row[:-1], row[1:], strict=True):
+            bits.append(-np.log2((counts.get((a, b), 0) + 1) / (totals[a] + 256)))
+    expected = np.mean(bits) * val.tokens / val.bytes
+    assert demo.order1_bits_per_byte(train, val, 50, 10**9) == pytest.approx(expected)
+
+
+def test_from_text_to_a_score_in_three_commands(tmp_path):
+    """As a user would, in an empty folder."""
+    write_documents(tmp_path / "essays", count=80)
+    sizes = ["--model.blocks", "1", "--model.width", "32", "--model.context", "32"]
+    prepare = ["prepare", "data/essays", "--sources", "essays", "--val-share", "0.2"]
+    train = ["train", "--data", "data/essays", "--name", "first", "--steps", "20", *sizes]
+    train += ["--tokens-per-step", "256", "--residual", "attnres-full", "--device", "cpu"]
+    for command in (prepare, train):
+        done = run(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "attnres-full" in done.stdout
+    val = float(re.search(r"val loss ([\d.]+)", done.stdout)[1])
+    done = run("eval", "runs/first", "--json", "True", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    score = json.loads(done.stdout)
+    assert score["split"] == "val"
+    assert score["loss"] == pytest.approx(val, abs=0.05)
+    assert score["perplexity"] == pytest.approx(np.exp(score["loss"]))
+    assert score["tokens"] == open_data(tmp_path / "data/essays").split("val").tokens - 1
+    shown = run("eval", "runs/first", "--device", "cpu", cwd=tmp_path).stdout
+    assert f"{score['bits_per_byte']:.4f}" in shown
+
+
+def test_help():
+    listed = run("--help").stdout
+    for name, function in COMMANDS.items():
+        assert name in listed
+        assert function.__doc__.split()[0] in listed
     assert "--steps" in run("demo", "--help").stdout
-    for arguments, sentence in [
-        (["demo", "--steps", "0"], "must be a whole number of at least 1, got '0'"),
-        (["demo", "--steps", "abc"], "must be a whole number of at least 1, got 'abc'"),
-        (["train-me"], "invalid choice: 'train-me'"),
-        ([], "COMMAND"),
-    ]:
-        done = run(*arguments)
-        assert done.returncode == 2
-        assert sentence in done.stderr
-        assert "Traceback" not in done.stderr
+    shown = run("train", "--scale", "mini", "--help").stdout
+    assert "--optim.lr-muon" in shown
+    assert "65536" in shown
 
 
-def test_a_missing_standard_library_is_one_sentence(monkeypatch, capsys):
-    def nothing():
-        raise FileNotFoundError("/nowhere holds no .py file")
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["demo", "--steps", "0"], 2, "steps must be at least 1, got 0."),
+        (["demo", "--steps", "abc"], 2, "invalid literal"),
+        (["train-me"], 2, "invalid choice: 'train-me'"),
+        ([], 2, "COMMAND"),
+        (["train", "--scale", "huge"], 1, "multigate: unknown scale 'huge'"),
+        (["train", "--stepz", "3"], 2, "--steps"),
+        (["train", "--data", "nowhere"], 1, "multigate: no source 'nowhere'"),
+        (["train", "--residual", "mgr"], 1, "multigate: unknown residual 'mgr': did you mean"),
+        (["train", "--config", "nowhere.toml"], 1, "there is no configuration file nowhere.toml"),
+        (["eval", "nowhere"], 1, "multigate: nowhere holds no checkpoint"),
+        (["prepare", "out", "--tokenizer", "gpt3"], 1, "multigate: unknown tokenizer 'gpt3'"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, status, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        returned = main(arguments)
+    except SystemExit as stopped:
+        returned = stopped.code
+    assert returned == status
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert "Traceback" not in shown
 
-    monkeypatch.setattr(demo, "byte_corpus", nothing)
-    assert main(["demo", "--steps", "1"]) == 1
-    assert capsys.readouterr().err == "multigate: /nowhere holds no .py file\n"
 
-
-def test_without_rich_the_demo_says_what_to_install(monkeypatch, capsys):
+def test_without_the_packages_of_training_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert "pip install 'multigate[train]'" in capsys.readouterr().err

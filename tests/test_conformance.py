@@ -325,6 +325,87 @@ def test_skipping_reads_and_leaves_the_streams(case):
 
 
 @everywhere
+def test_a_handover_is_resumed_as_if_nothing_had_been(case):
+    """At every sublayer: h and the state bit for bit, whether or not some have been skipped."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        residual = case.build(dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        x, ys = random_inputs(2, 3, dtype=dtype)
+        for skipped in ((), (4,), (5,), (4, 5)):
+            skipped = [k for k in skipped if residual.can_skip(k)]
+            written = [None if k in skipped else y for k, y in enumerate(ys)]
+            hs, states = run(residual, x, written)
+            for i in range(1, DEPTH):
+                sent = residual.handover(i, hs[i], states[i])
+                assert all(t.dtype == dtype for t in sent)
+                numbers = sum(t.numel() for t in sent)
+                expected = 6 * residual.handover_size(i)
+                assert numbers <= expected if skipped else numbers == expected
+                check_resumed(residual, i, sent, written[i - 1], states)
+
+
+def check_resumed(residual, i, sent, y, states):
+    """Under autocast, with and without a norm handed over, from copies of what was sent."""
+    dtype = sent[0].dtype
+    for norm in (None, RMSNorm(DIM).to(dtype), nn.LayerNorm(DIM, dtype=dtype)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h, state = residual.resume(i, [t.detach().clone() for t in sent], norm)
+            expected, _ = residual.step(i - 1, y, states[i - 1], norm)
+        if dtype == torch.bfloat16:
+            # A gated step reads its streams before they are rounded, which nobody can later.
+            assert_close(h.float(), expected.float(), 5e-3)
+        else:
+            assert torch.equal(h, expected)
+        assert_same_state(state, states[i])
+
+
+def assert_same_state(state, expected):
+    assert len(state) == len(expected)
+    for a, b in zip(state, expected, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, tuple):
+            assert_same_state(a, b)
+        else:
+            assert torch.equal(a, b)
+
+
+@everywhere
+def test_gradients_cross_a_handover(case):
+    """Backward in two halves, with what was sent as leaves between them, is the whole backward."""
+    for dtype, relative, absolute in ((torch.float64, 0, 1e-11), (torch.bfloat16, 1e-2, 1e-3)):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        residual = case.build(dim=16, dtype=wide)
+        x, ys = random_inputs(20, dim=16, dtype=dtype, requires_grad=True)
+        weights = random_inputs(20, dim=16, seed=2, dtype=dtype)[1]
+        leaves = [*residual.parameters(), x, *ys]
+        hs, states = run(residual, x, ys)
+        whole = gradients_of(weighted(hs[1:], weights), leaves)
+        largest = max(g.norm() for g in whole)
+        for i in range(1, DEPTH):
+            sent = residual.handover(i, hs[i], states[i])
+            arrived = [t.detach().clone().requires_grad_() for t in sent]
+            h, state = residual.resume(i, arrived)
+            later = [h]
+            for k in range(i, DEPTH):
+                h, state = residual.step(k, ys[k], state)
+                later.append(h)
+            second = gradients_of(weighted(later, weights[i - 1 :]), [*leaves, *arrived])
+            roots = [*weighted(hs[1:i], weights[: i - 1]), *sent]
+            back = [*(torch.ones_like(h) for h in hs[1:i]), *second[len(leaves) :]]
+            first = gradients_of(roots, leaves, back)
+            for w, a, b in zip(whole, first, second, strict=False):
+                assert (a + b - w).norm() <= relative * w.norm() + absolute * largest
+
+
+def weighted(hs, weights):
+    return [h * w for h, w in zip(hs, weights, strict=True)]
+
+
+def gradients_of(outputs, inputs, back=None):
+    back = [torch.ones_like(t) for t in outputs] if back is None else back
+    return torch.autograd.grad(outputs, inputs, back, retain_graph=True, materialize_grads=True)
+
+
+@everywhere
 def test_recording_changes_nothing(case):
     residual = case.build()
     x, ys = random_inputs(2, 3)
@@ -342,3 +423,17 @@ def test_recording_changes_nothing(case):
             assert not value.requires_grad
     if any(True for _ in residual.parameters()):
         assert steps, "a residual with parameters has coefficients to show"
+
+
+@everywhere
+def test_what_is_read_again_is_recorded_again(case):
+    residual = case.build()
+    x, ys = random_inputs(2, 3)
+    with residual.recording() as steps:
+        hs, states = run(residual, x, ys)
+    for i in range(1, DEPTH):
+        with residual.recording() as again:
+            residual.resume(i, residual.handover(i, hs[i], states[i]))
+        assert set(again) <= {i - 1}
+        for name, value in again.get(i - 1, {}).items():
+            assert torch.equal(value, steps[i - 1][name])

@@ -60,6 +60,12 @@ def test_the_commands_of_the_readme_are_these():
         "python -m venv .venv\n"
         '.venv/bin/python -m pip install -c constraints.txt -e ".[train]"\n'
         ".venv/bin/python -m multigate demo\n",
+        ".venv/bin/multigate prepare data/python --sources stdlib --tokenizer bpe:4096\n"
+        ".venv/bin/multigate train --scale tiny --residual mgr-competitive --data data/python "
+        "--name first\n"
+        ".venv/bin/multigate eval runs/first\n",
+        ".venv/bin/torchrun --nproc-per-node 2 -m multigate train --scale tiny --data data/python "
+        "--parallel fsdp\n",
     ]
 
 
@@ -85,6 +91,43 @@ def test_the_lines_without_make_from_a_fresh_clone(tmp_path):
     assert "GPT, mgr-competitive" in shown
 
 
+@pytest.mark.slow
+def test_train_your_own(tmp_path):
+    """The commands as they stand, shortened to a few steps."""
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    short = " --steps 4 --tokens-per-step 512 --eval-tokens 2048"
+    shown = ""
+    for line in "".join(blocks(README, "bash")[2:]).splitlines():
+        shortened = short if " train " in line else " --tokens 4096" if " eval " in line else ""
+        shown += shell("OMP_NUM_THREADS=1 " + line + shortened, tmp_path)
+    assert "data/python: train" in shown
+    assert "bits per byte" in shown
+    assert "processes 2 x" in shown
+    assert (tmp_path / "runs/first/checkpoints/step-00000004/model.safetensors").exists()
+    (sharded,) = tmp_path.glob("runs/tiny-mgr-competitive-python-0/checkpoints/step-*")
+    assert len(list(sharded.glob("shard-*"))) == 2
+
+
+COMMANDS = re.compile(r"^(?:torchrun .* -m )?multigate (train|prepare) (.*?)(?: *#.*)?$", re.M)
+
+
+def test_the_commands_of_the_training_page_are_understood():
+    """Each is parsed as the command line would; what they would do is tested elsewhere."""
+    from multigate.__main__ import parse
+    from multigate.config import resolve
+    from multigate.data import PrepareConfig
+
+    found = COMMANDS.findall((ROOT / "docs/training.md").read_text())
+    assert len(found) == 5
+    for command, line in found:
+        words = line.split()
+        if command == "prepare":
+            assert parse(PrepareConfig, words, command).out == Path(words[0])
+        else:
+            scale = words[words.index("--scale") + 1]
+            assert parse(type(resolve()), words, command, resolve(scale)).scale == scale
+
+
 def test_the_table_of_residuals_is_what_the_code_says():
     rows = re.findall(r"^\| `([a-z-]+)` \| .* \| ([\d,]+) \| ([\d.]+) \|$", README, re.MULTILINE)
     assert [row[0] for row in rows] == mg.residual_names()[:10]
@@ -96,17 +139,25 @@ def test_the_table_of_residuals_is_what_the_code_says():
         assert f"{largest / 768:.2f}" == state
 
 
-def test_the_benchmark_that_needs_a_gpu_runs_dry():
-    command = [sys.executable, "benchmarks/stream_dtype.py", "text", "tokenizer.json", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("mini, mgr-competitive: 27,5")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("train_speed.py --scale tiny --micro-batch 2 --steps 8 --device cpu", "whole / alone"),
+        ("stream_dtype.py DATA --scale tiny --steps 2 --tokens 600 --out OUT", "bf16 - float32 ="),
+    ],
+)
+def test_benchmarks_run(command, word, data, tmp_path):
+    """On a CPU, at sizes that show nothing but that."""
+    line = command.replace("DATA", str(data)).replace("OUT", str(tmp_path))
+    shown = shell(f"OMP_NUM_THREADS=1 {sys.executable} benchmarks/{line}", ROOT)
+    assert word in shown
 
 
 def test_links_and_pictures_exist():
-    for text in (README, CONTRIBUTING):
-        for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-            assert (ROOT / target).exists(), target
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 def follow_contributing(folder):

@@ -1,169 +1,225 @@
-"""The small trainer, the text it reads, and what it is measured with."""
+"""The training loop: what is learned, what is logged, and what makes no difference to either."""
 
+import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
 import multigate as mg
-from multigate.data import byte_corpus, stdlib_files, windows
-from multigate.evals import bits_per_byte, order1_bits_per_byte
-from multigate.generate import generate
-from multigate.train import TrainConfig, learning_rate, optimizer_for, train
+from multigate.checkpoint import checkpoints, open_run
+from multigate.config import resolve
+from multigate.evals import evaluate
+from multigate.evaluate import load_model
+from multigate.log import read_log
+from runs import losses, prepared, run, small, write_documents
 
 
-def small(residual="mgr-competitive", **changes):
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_every_residual_learns(residual, data, tmp_path):
+    """From 8 bits a byte to under 2.5 in 60 steps, on text of 33 words."""
+    rates = {"lr_muon": 0.05, "lr_adamw": 0.02}
+    config = small(
+        *(data, tmp_path, None, rates),
+        residual=residual,
+        steps=60,
+        tokens_per_step=512,
+        eval_every=60,
+    )
+    result, _, log = run(config)
+    assert log[0]["loss"] / math.log(2) == pytest.approx(8, abs=0.3)
+    assert result.val.bits_per_byte < 2.5
+    assert result.train_loss == pytest.approx(sum(r["loss"] for r in log) / 60)
+
+
+def test_training_is_reproducible_and_follows_the_seed(data, tmp_path):
+    first = losses(small(data, tmp_path / "a"))
+    assert first == losses(small(data, tmp_path / "b"))
+    assert first != losses(small(data, tmp_path / "c", seed=1))
+
+
+def test_how_a_step_is_cut_up_is_no_matter(data, tmp_path):
+    whole = losses(small(data, tmp_path / "4", micro_batch=4))
+    for micro in (1, 2):
+        cut = losses(small(data, tmp_path / str(micro), micro_batch=micro))
+        assert cut == pytest.approx(whole, abs=1e-5)
+        assert cut != whole
+
+
+@pytest.mark.parametrize("attention", ["plain", "moda-ffn"])
+def test_recomputed_activations_are_no_matter(attention, data, tmp_path):
+    model = {"attention": attention}
+    kept = losses(small(data, tmp_path / "kept", model=model, steps=6))
+    again = small(data, tmp_path / "again", model=model, steps=6, checkpoint_activations=True)
+    assert losses(again) == pytest.approx(kept, abs=1e-6)
+
+
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_checkpointing_gives_the_same_gradients(residual):
     torch.manual_seed(0)
-    sizes = {"blocks": 2, "width": 32, "heads": 2, "context": 32, **changes}
-    return mg.GPT(mg.preset("tiny", residual=residual, **sizes))
+    model = mg.GPT(mg.preset("tiny", blocks=2, width=32, heads=2, context=16, residual=residual))
+    tokens = torch.randint(256, (2, 17))
+    gradients = []
+    for model.stack.checkpointing in (False, True):
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-8)
 
 
-def text(pattern=b"the quick brown fox jumps over the lazy dog. ", repeats=200):
-    return np.frombuffer(pattern * repeats, dtype=np.uint8)
+def test_checkpointing_keeps_fewer_activations():
+    model = mg.GPT(mg.preset("tiny", residual="prenorm"))
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    sizes = []
+    for model.stack.checkpointing in (False, True):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+        ):
+            model(tokens, tokens)
+        sizes.append(sum(saved))
+    assert sizes[1] < 0.6 * sizes[0]
 
 
-@pytest.mark.parametrize("residual", mg.residual_names())
-def test_every_residual_learns_a_repeating_text(residual):
-    """From 8 bits a byte to under half a bit in 80 steps."""
-    model = small(residual)
-    before = bits_per_byte(model, text())
-    train(model, text(), TrainConfig(steps=80, batch=8, warmup=10, lr=1e-2))
-    assert before == pytest.approx(8, abs=0.2)
-    assert bits_per_byte(model, text()) < 0.5
+def test_the_log(data, tmp_path):
+    config = small(data, tmp_path)
+    result, shown, log = run(config)
+    assert [r["step"] for r in log] == list(range(1, 13))
+    assert [r["tokens"] for r in log] == [128 * k for k in range(1, 13)]
+    peak = config.optim.lr_muon
+    assert log[0]["lr_muon"] == pytest.approx(peak / 4)
+    assert log[3]["lr_muon"] == pytest.approx(peak)
+    assert log[-1]["lr_adamw"] / config.optim.lr_adamw == pytest.approx(log[-1]["lr_muon"] / peak)
+    assert all(r["grad_norm"] > 0 and r["tokens_per_second"] > 0 for r in log)
+    val = read_log(config.folder, "val")
+    assert [r["step"] for r in val] == [6, 12]
+    assert val[-1]["loss"] == result.val.loss
+    assert 0 < val[-1]["gate_mean"] < val[-1]["gate_max"] < 1
+    assert f"val loss {result.val.loss:.4f}" in shown
+    assert f"train loss {result.train_loss:.4f}, the mean of the last 12 steps" in shown
+    for part in ("step 12/12", "tok/s", "mem ", "GiB", "gate mean/max 0.", "ETA 0:00"):
+        assert part in shown
+    assert [r["step"] for r in read_log(config.folder, "checkpoint")] == [4, 8, 12]
 
 
-def test_training_is_reproducible_and_follows_the_seed():
-    def losses(seed):
-        seen = []
-        config = TrainConfig(steps=5, batch=2, seed=seed)
-        train(small(), text(), config, lambda p: seen.append((p.step, p.loss)))
-        return seen
-
-    assert losses(0) == losses(0)
-    assert losses(0) != losses(1)
-    assert [step for step, _ in losses(0)] == list(range(5))
+def test_the_moving_average_is_over_the_last_200_steps(data, tmp_path):
+    """One block, so that 210 steps take no time."""
+    config = small(data, tmp_path, model={"blocks": 1, "width": 8, "heads": 1}, steps=210)
+    result, shown, log = run(config)
+    assert result.train_loss == pytest.approx(sum(r["loss"] for r in log[10:]) / 200)
+    assert "the mean of the last 200 steps" in shown
 
 
-def test_the_schedule_at_its_corners():
-    config = TrainConfig(steps=1000, warmup=100, lr=1.0)
-    assert learning_rate(0, config) == pytest.approx(1 / 101)
-    assert learning_rate(99, config) == pytest.approx(100 / 101)
-    assert learning_rate(100, config) == pytest.approx(1.0)
-    assert learning_rate(550, config) == pytest.approx(0.55)
-    assert learning_rate(1000, config) == pytest.approx(0.1)
+def test_a_residual_without_gates_shows_none(data, tmp_path):
+    config = small(data, tmp_path, residual="prenorm")
+    _, shown, _ = run(config)
+    assert "gate mean" not in shown
+    assert "gate_mean" not in read_log(config.folder, "val")[0]
 
 
-@pytest.mark.parametrize("residual", mg.residual_names())
-def test_gates_queries_biases_and_norms_are_not_decayed(residual):
-    model = small(residual)
-    decayed, others = optimizer_for(model, TrainConfig()).param_groups
-    assert decayed["weight_decay"] > 0
-    assert others["weight_decay"] == 0
-    names = {id(p): n for n, p in model.named_parameters()}
-    free = {names[id(p)] for p in others["params"]}
-    for name, p in model.named_parameters():
-        ending = name.split(".")[-1]
-        if p.ndim < 2 or ending in ("w1", "w2", "b1", "query", "gain", "bias"):
-            assert name in free
-    assert len(decayed["params"]) + len(others["params"]) == len(names)
-    static = {n for n in names.values() if n.endswith(".mix")}
-    assert static <= free, "hyper-connections' static mixing matrix must not decay"
+def test_the_resolved_configuration_is_written_beside_the_checkpoints(data, tmp_path):
+    config = small(data, tmp_path, residual="hc", model={"streams": 2})
+    run(config)
+    assert resolve(None, [config.folder / "config.toml"]) == config
+    state = json.loads((checkpoints(config.folder)[-1] / "state.json").read_text())
+    assert state["config"]["residual"] == "hc"
+    assert state["model"]["streams"] == 2
 
 
-def test_windows_are_text_and_its_next_bytes():
-    tokens = np.arange(100, dtype=np.uint8)
-    x, y = windows(tokens, 10, 64, torch.Generator().manual_seed(0))
-    assert x.shape == y.shape == (64, 10)
-    assert torch.equal(y, x + 1)
-    assert torch.equal(x[:, 1:], x[:, :-1] + 1)
-    assert len(x[:, 0].unique()) > 20
-    assert x[:, 0].min() >= 0
-    assert y.max() <= 99
+def test_evaluation_reads_every_token_once(data, tmp_path):
+    """Against the loss of one token at a time, over the whole split."""
+    config = small(data, tmp_path, steps=2)
+    run(config)
+    model = load_model(*open_run(config.folder))
+    from multigate.data import open_data
+
+    split = open_data(data).split("val")
+    (shard,) = split.shards
+    tokens = torch.from_numpy(shard.astype("int64"))
+    nats = 0.0
+    for begin in range(0, len(tokens) - 1, 32):
+        x = tokens[begin : begin + 32][: len(tokens) - 1 - begin]
+        logits = model(x[None])[0]
+        picked = logits.log_softmax(-1).gather(1, tokens[begin + 1 : begin + 1 + len(x), None])
+        nats -= picked.double().sum().item()
+    score = evaluate(model, split, batch=7)
+    assert score.tokens == len(tokens) - 1
+    assert score.loss == pytest.approx(nats / score.tokens, rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(score.loss))
+    ratio = split.tokens / split.bytes
+    assert score.bits_per_byte == pytest.approx(score.loss / math.log(2) * ratio)
+    part = evaluate(model, split, batch=4, most=10 * 32)
+    assert part.tokens == 320
+    assert part.loss == pytest.approx(score.loss, abs=0.2)
 
 
-def test_the_corpus_is_this_pythons_own_source():
-    train_text, val_text = byte_corpus()
-    assert len(train_text) > 3_000_000
-    assert 0.01 < len(val_text) / len(train_text) < 0.15
-    files = stdlib_files()
-    assert any(f.name == "argparse.py" for f in files)
-    assert not any("site-packages" in f.parts or "test" in f.parts for f in files)
-    whole = bytes(train_text) + bytes(val_text)
-    assert b"class ArgumentParser" in whole
-    assert whole.count(b"\0") >= len(files)
-    again, _ = byte_corpus()
-    assert np.array_equal(train_text, again)
+def test_new_training_from_a_runs_weights(data, tmp_path):
+    first, *_ = run(small(data, tmp_path, name="first", steps=40, eval_every=40))
+    fresh = losses(small(data, tmp_path, name="fresh", steps=2))
+    config = small(data, tmp_path, name="second", steps=2, init=tmp_path / "first", seed=5)
+    begun = losses(config)
+    assert begun[0] < fresh[0] - 2
+    assert begun[0] == pytest.approx(first.val.loss, abs=0.3)
+    assert losses(config) == begun, "going on with a finished run changes nothing"
 
 
-def test_the_split_is_by_file(tmp_path):
-    for k in range(60):
-        (tmp_path / f"m{k}.py").write_text(f"# file {k}\n" * 5)
-    train_text, val_text = byte_corpus(tmp_path, val_share=0.3)
-    pieces = [set(bytes(t).split(b"\0")) - {b""} for t in (train_text, val_text)]
-    assert len(pieces[0]) + len(pieces[1]) == 60
-    assert not pieces[0] & pieces[1]
-    (tmp_path / "new.py").write_text("# one more\n")
-    later, _ = byte_corpus(tmp_path, val_share=0.3)
-    assert set(bytes(later).split(b"\0")) >= pieces[0]
+def test_text_is_prepared_when_it_has_to_be(tmp_path, monkeypatch):
+    """One command from a folder of text to a model."""
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "essays", count=200)
+    config = small("essays", tmp_path / "runs", steps=2, residual="prenorm")
+    _, shown, _ = run(config)
+    assert "essays is prepared into data/essays-bytes first" in shown
+    assert (tmp_path / "data/essays-bytes/data.json").exists()
+    assert config.folder == tmp_path / "runs/tiny-prenorm-essays-0"
+    _, shown, _ = run(small("essays", tmp_path / "more", steps=2))
+    assert "is prepared" not in shown
 
 
-def test_too_little_text_is_said(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no .py file"):
-        byte_corpus(tmp_path)
-    (tmp_path / "a.py").write_text("x")
-    with pytest.raises(ValueError, match="too small to split"):
-        byte_corpus(tmp_path)
-    with pytest.raises(ValueError, match="too few for windows of 10"):
-        windows(np.arange(10), 10, 1, torch.Generator())
-    with pytest.raises(ValueError, match="too few for one window of 32"):
-        bits_per_byte(small(), np.arange(20))
+def test_a_bpe_of_its_own(tmp_path):
+    data = prepared(tmp_path, tokenizer="bpe:300")
+    result, _, log = run(small(data, tmp_path / "runs", eval_every=12))
+    assert log[0]["loss"] == pytest.approx(math.log(384), abs=0.3)
+    split_ratio = result.val.bits_per_byte * math.log(2) / result.val.loss
+    assert 0.1 < split_ratio < 0.6, "a token stands for several bytes"
 
 
-def test_order_1_counts():
-    """On 'abab...': after a comes b for certain, up to the added counts."""
-    tokens = np.frombuffer(b"ab" * 500, dtype=np.uint8)
-    expected = -math.log2((500 + 1) / (500 + 256))
-    assert order1_bits_per_byte(tokens, tokens[:200], 50) == pytest.approx(expected, abs=0.01)
-    uniform = order1_bits_per_byte(tokens, np.frombuffer(b"zq" * 50, dtype=np.uint8), 50)
-    assert uniform == pytest.approx(8.0)
+def test_float16_trains_with_a_scaled_loss(data, tmp_path):
+    exact = losses(small(data, tmp_path / "32", steps=8))
+    scaled = losses(small(data, tmp_path / "16", steps=8, precision="fp16"))
+    assert scaled == pytest.approx(exact, abs=0.02)
+    assert scaled != exact
 
 
-def test_bits_per_byte_is_the_mean_over_all_windows():
-    model = small()
-    tokens = text()[: 32 * 5 + 1]
-    rows = torch.from_numpy(tokens.astype(np.int64))
-    nats = [
-        model(rows[None, k : k + 32], rows[None, k + 1 : k + 33]).item() for k in range(0, 160, 32)
-    ]
-    expected = sum(nats) / 5 / math.log(2)
-    assert bits_per_byte(model, tokens, batch=2) == pytest.approx(expected, rel=1e-6)
-    # With fewer windows than the text has, they are spread from its beginning to its end.
-    ends = (nats[0] + nats[4]) / 2 / math.log(2)
-    assert bits_per_byte(model, tokens, most=64) == pytest.approx(ends, rel=1e-6)
+def test_bfloat16_trains(data, tmp_path):
+    exact = losses(small(data, tmp_path / "32", steps=8))
+    rounded = losses(small(data, tmp_path / "16", steps=8, precision="bf16"))
+    assert rounded == pytest.approx(exact, abs=0.1)
+    assert rounded != exact
 
 
-def test_generate_greedily_is_the_argmax_one_by_one():
-    model = small(context=8)
-    prompt = torch.randint(256, (2, 3))
-    out = generate(model, prompt, 10, temperature=0)
-    assert torch.equal(out[:, :3], prompt)
-    for k in range(3, 13):
-        logits = model(out[:, max(0, k - 8) : k])
-        assert torch.equal(out[:, k], logits[:, -1].argmax(-1))
+def test_tensorboard_and_wandb_get_the_same_numbers(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = small(data, tmp_path, log=("tensorboard", "wandb"))
+    _, _, log = run(config)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(config.folder / "tensorboard")).Reload()
+    written = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert written == [(r["step"], pytest.approx(r["loss"], rel=1e-6)) for r in log]
+    assert len(events.Scalars("val/loss")) == 2
+    assert list((config.folder / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_generate_follows_its_generator_and_temperature():
-    model = small()
-    prompt = torch.zeros(1, 2, dtype=torch.long)
+@pytest.mark.parametrize("missing", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_one_sentence(missing, data, tmp_path, monkeypatch):
+    import sys
 
-    def draw(seed, temperature=1.0):
-        generator = torch.Generator().manual_seed(seed)
-        return generate(model, prompt, 12, temperature, generator).tolist()
-
-    assert draw(0) == draw(0) != draw(1)
-    assert draw(0, 1e-4) == generate(model, prompt, 12, temperature=0).tolist()
-    with pytest.raises(ValueError, match="must not be negative"):
-        generate(model, prompt, 1, temperature=-1)
-    with pytest.raises(ValueError, match="prompt of shape"):
-        generate(model, prompt[:, :0], 1)
+    for name in [n for n in sys.modules if n.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"pip install 'multigate\[track\]'"):
+        run(small(data, tmp_path, log=(missing,)))

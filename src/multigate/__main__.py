@@ -2,39 +2,116 @@
 
 import argparse
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="multigate", description="Multi-Gate Residuals.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo", help="train two tiny GPTs on this Python's own source and compare them"
-    )
-    demo.add_argument("--steps", type=_positive, default=1000, help="training steps of each model")
-    demo.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if importlib.util.find_spec("rich") is None:
-        print("multigate demo needs rich: pip install 'multigate[train]'", file=sys.stderr)
-        return 1
-    from .demo import demo as run_demo
+def demo(arguments: Sequence[str]) -> int:
+    """train two tiny GPTs on this Python's own source and compare them"""
+    from .demo import DemoConfig, demo
 
-    try:
-        run_demo(options.steps, options.seed)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"multigate: {error}", file=sys.stderr)
-        return 1
+    demo(parse(DemoConfig, arguments, "demo"))
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+def prepare(arguments: Sequence[str]) -> int:
+    """turn text into token shards to train on"""
+    from .data import PrepareConfig, prepare
+
+    prepare(parse(PrepareConfig, arguments, "prepare"))
+    return 0
+
+
+def train(arguments: Sequence[str]) -> int:
+    """train a GPT with any residual, at any scale, on any prepared text"""
+    from .config import resolve
+    from .train import train
+
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", type=Path, action="append", default=[])
+    files.add_argument("--scale")
+    chosen, _ = files.parse_known_args(arguments)
+    default = resolve(chosen.scale, chosen.config)
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", action="append")
+    _, flags = files.parse_known_args(arguments)
+    note = "With --config FILE.toml (more than once if need be) settings are read from files."
+    result = train(parse(type(default), flags, "train", default, note))
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """measure a trained run on held-out text: loss, perplexity, bits per byte"""
+    from .evaluate import EvalConfig, evaluate
+
+    evaluate(parse(EvalConfig, arguments, "eval"))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": demo,
+    "prepare": prepare,
+    "train": train,
+    "eval": evaluate,
+}
+NEEDED = ("rich", "safetensors", "tokenizers", "tyro")
+
+
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    command: str,
+    default: T | None = None,
+    description: str = "",
+) -> T:
+    """A configuration of type `kind` from flags; help comes from its docstrings."""
+    import tyro
+
+    about = " ".join(((kind.__doc__ or "") + " " + description).split())
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(
+        kind,
+        prog=f"multigate {command}",
+        description=about,
+        args=list(arguments),
+        config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
+        **options,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="multigate",
+        description="Multi-Gate Residuals, and what they are compared with.",
+        epilog="multigate COMMAND --help explains a command.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, function in COMMANDS.items():
+        commands.add_parser(name, help=function.__doc__, add_help=False)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given[:1])
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"multigate {options.command} needs {', '.join(missing)}: "
+            "pip install 'multigate[train]'",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        return COMMANDS[options.command](given[1:])
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ArithmeticError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"multigate: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

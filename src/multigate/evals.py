@@ -1,40 +1,103 @@
-"""How good a model of bytes is, in bits per byte, and the simple model it must beat."""
+"""How good a model is on held-out text: loss, perplexity, bits per byte; and what its gates do."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from .data import Tokens
+from .data import Split
+from .distributed import World
 from .gpt import GPT
 
 
-def spread_windows(tokens: Tokens, length: int, most: int) -> Tokens:
-    """Rows of `length` + 1 tokens, at most `most` tokens in all, spread evenly over the text."""
-    available = (len(tokens) - 1) // length
-    if available < 1:
-        raise ValueError(f"{len(tokens)} bytes are too few for one window of {length}.")
-    count = min(available, max(1, most // length))
-    starts = np.linspace(0, len(tokens) - length - 1, count).astype(np.int64)
-    return np.stack([tokens[s : s + length + 1] for s in starts])
+@dataclass(frozen=True)
+class Score:
+    loss: float
+    """Mean cross entropy of a token, in nats."""
+    tokens: int
+    """How many were predicted."""
+    bits_per_byte: float
+    """Of the text behind the tokens: loss / ln 2 * (tokens / bytes of the whole split)."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
 
 
 @torch.no_grad()
-def bits_per_byte(model: GPT, tokens: Tokens, batch: int = 16, most: int = 65536) -> float:
-    """Mean bits per byte over windows of the model's context."""
-    device = model.embed.weight.device
-    windows = spread_windows(tokens, model.config.context, most)
-    nats = 0.0
-    for rows in torch.from_numpy(windows.astype(np.int64)).split(batch):
+def evaluate(
+    model: GPT,
+    split: Split,
+    batch: int,
+    most: int | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    world: World | None = None,
+) -> Score:
+    """The score on windows of the model's context.
+
+    With `most`, on about so many tokens in windows spread evenly over the split, shared out over
+    the processes of `world`; without, on every token but the first of each shard.
+    """
+    world = world or World()
+    device, context = model.embed.weight.device, model.config.context
+    total = torch.zeros(2, dtype=torch.float64)
+    for rows in _batches(split, context, batch, most, world):
         rows = rows.to(device)
-        nats += model(rows[:, :-1], rows[:, 1:]).item() * len(rows)
-    return nats / len(windows) / math.log(2)
+        with autocast():
+            loss = model(rows[:, :-1], rows[:, 1:])
+        predicted = rows[:, 1:].numel()
+        total += torch.tensor([loss.double().item() * predicted, predicted], dtype=torch.float64)
+    if world.size > 1:
+        dist.all_reduce(total)
+    loss, tokens = total[0].item() / total[1].item(), int(total[1].item())
+    return Score(loss, tokens, loss / math.log(2) * split.tokens / split.bytes)
 
 
-def order1_bits_per_byte(train: Tokens, val: Tokens, length: int = 256, most: int = 65536) -> float:
-    """The same windows under p(byte | previous byte): counts on `train`, one added to each."""
-    pairs = train[:-1].astype(np.int64) * 256 + train[1:]
-    counts = np.bincount(pairs, minlength=65536).reshape(256, 256) + 1.0
-    bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
-    windows = spread_windows(val, length, most)
-    return float(bits[windows[:, :-1], windows[:, 1:]].mean())
+def _batches(
+    split: Split, context: int, batch: int, most: int | None, world: World
+) -> Iterator[Tensor]:
+    available = split.windows(context)
+    if most is None:
+        chosen = np.arange(available)
+    else:
+        # The same number for every process: sharded models have to be called in step.
+        count = min(available, max(1, most // context)) // world.size * world.size
+        if count == 0:
+            raise ValueError(
+                f"the {split.name} split has {available} windows of {context} tokens, too few for "
+                f"{world.size} processes: prepare more held-out text."
+            )
+        chosen = np.linspace(0, available - 1, count).astype(np.int64)[world.rank :: world.size]
+    for begin in range(0, len(chosen), batch):
+        rows = split.rows(chosen[begin : begin + batch], context)
+        yield torch.from_numpy(rows.astype(np.int64))
+    if most is None:
+        for shard in split.shards:
+            rest = shard[(len(shard) - 1) // context * context :]
+            if len(rest) > 1:
+                yield torch.from_numpy(rest.astype(np.int64))[None]
+
+
+@torch.no_grad()
+def gates(
+    model: GPT,
+    split: Split,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[float, float] | None:
+    """Mean and maximum of all gates over one held-out window; None for a residual without gates.
+
+    A gate is what a residual records as `beta`.
+    """
+    rows = torch.from_numpy(split.rows(np.array([0]), model.config.context).astype(np.int64))
+    with model.stack.residual.recording() as steps, autocast():
+        model(rows[:, :-1].to(model.embed.weight.device))
+    found = [step["beta"].float().flatten() for step in steps.values() if "beta" in step]
+    if not found:
+        return None
+    together = torch.cat(found)
+    return together.mean().item(), together.max().item()

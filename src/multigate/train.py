@@ -1,88 +1,253 @@
-"""A small trainer: AdamW, warm-up and cosine, one device."""
+"""The training loop: steps, evaluations and checkpoints, exactly resumable."""
 
 import math
+import os
+import signal
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from rich.console import Console
+from torch import Tensor
 
-from .data import Tokens, windows
-from .gpt import GPT
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train; the model is in `GPTConfig`."""
-
-    steps: int = 500
-    batch: int = 8
-    """Windows of the model's context a step."""
-    lr: float = 3e-3
-    warmup: int = 50
-    weight_decay: float = 0.1
-    """On matrices only: gates, queries, biases and norm weights are left alone."""
-    clip: float = 1.0
-    seed: int = 0
-    bf16: bool = False
-    """Autocast the matrix products to bfloat16."""
-    compile: bool = False
+from .checkpoint import CheckpointError, Saver, checkpoints
+from .config import TrainConfig, to_table, to_toml
+from .device import LossScale, choose, compiled, to_host, versions
+from .distributed import accumulating, join, mean_over
+from .evals import Score, evaluate, gates
+from .log import MOVING_AVERAGE, Log, Silent, read_log
+from .meter import Meter
+from .session import Session
+from .signals import caught_signals
 
 
 @dataclass(frozen=True)
-class Progress:
+class Result:
+    """How a run ended."""
+
     step: int
-    loss: float
-    """Training loss in nats."""
-    tokens_per_second: float
+    train_loss: float
+    """Mean over the last 200 steps, as the paper reports it."""
+    val: Score | None
+    checkpoint: Path | None
+    signal: int | None = None
+    """The signal that ended it early."""
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / (config.warmup + 1)
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+@dataclass(frozen=True)
+class Reading:
+    """What a step leaves to be read: loss, gradient norm, whether it was left out, stop."""
+
+    step: int
+    share: float
+    values: Tensor
+    ready: torch.cuda.Event | None
 
 
-def optimizer_for(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; decay on matrices, except those that the residual exempts."""
-    exempt = {f"stack.residual.{name}" for name in model.stack.residual.undecayed()}
-    decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n not in exempt}
-    others = {n: p for n, p in model.named_parameters() if n not in decayed}
-    groups = [
-        {"params": list(decayed.values()), "weight_decay": config.weight_decay},
-        {"params": list(others.values()), "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+class NotFinite(ArithmeticError):
+    """Too many steps in a row had a loss or a gradient that was not finite."""
 
 
-def train(
-    model: GPT,
-    tokens: Tokens,
-    config: TrainConfig,
-    report: Callable[[Progress], None] = lambda progress: None,
-) -> None:
-    """Train `model` in place on random windows of `tokens`; `report` is called after every step."""
-    device = model.embed.weight.device
-    optimizer = optimizer_for(model, config)
-    generator = torch.Generator().manual_seed(config.seed)
-    forward = torch.compile(model) if config.compile else model
-    begin = time.perf_counter()
-    for step in range(config.steps):
-        x, y = windows(tokens, model.config.context, config.batch, generator)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        with _precision(device.type, config.bf16):
-            loss = forward(x.to(device), y.to(device))
+def train(config: TrainConfig, console: Console | None = None) -> Result:
+    """Train as `config` says, going on from the run's newest checkpoint if there is one."""
+    console = console or Console()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    compute = choose(config.device, config.precision, config.compile, local_rank)
+    with join(compute.device.type) as world, caught_signals() as caught:
+        say = console.print if world.first else (lambda text: None)
+        session = Session(config, compute, world, say)
+        log = open_log(session, console) if world.first else Silent()
+        try:
+            return Run(session, log, caught).go()
+        finally:
+            session.loader.close()
+            log.close()
+
+
+def open_log(session: Session, console: Console) -> Log:
+    """The run's folder, with its resolved configuration and its log."""
+    config, folder = session.config, session.folder
+    table = to_table(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(table), encoding="utf-8")
+        return Log(folder, table, config.steps, session.step, config.log, console)
+    except OSError as error:
+        raise OSError(
+            f"the run cannot be kept in {folder} ({error.strerror}): choose a folder that can be "
+            "written to with --out."
+        ) from None
+
+
+class Run:
+    """The loop over steps."""
+
+    def __init__(self, session: Session, log: Log, caught: list[int]) -> None:
+        self.session, self.config, self.log, self.caught = session, session.config, log, caught
+        self.compute, self.world = session.compute, session.world
+        self.model, self.optimizer = session.model, session.optimizer
+        self.saver = Saver(session.folder, self.config.keep, self.world)
+        weights, rest = session.tensors()
+        self.saver.reserve({**weights, **rest})
+        for line in session.describe():
+            log.say(line)
+        log.event("start", session.step, processes=self.world.size, **versions())
+        self.forward: Callable[..., Tensor] = session.module
+        if self.compute.compile:
+            self.forward = compiled(session.module, log.say)
+        self.meter = Meter(self.model, self.compute, self.world.size)
+        self.pending = deque[Reading]()
+        self.stop = False
+        self.val: Score | None = None
+        self.val_step = -1
+        self.saved_step = session.step if session.resumed is not None else -1
+
+    def go(self) -> Result:
+        # A GPU is kept busy: a step's loss is read while the next one is computed.
+        delay = 1 if self.compute.device.type == "cuda" else 0
+        c, session = self.config, self.session
+        while session.step < c.steps and not self.stop:
+            self._advance()
+            while len(self.pending) > delay:
+                self._read(self.pending.popleft())
+            if session.step % c.eval_every == 0 or session.step == c.steps:
+                self._evaluate()
+            if session.step % c.save_every == 0:
+                self._save()
+        self._drain()
+        self._save()
+        self.saver.wait()
+        return self._result()
+
+    def _advance(self) -> None:
+        """One step of the optimizer; nothing in it waits for the device."""
+        session, optimizer = self.session, self.optimizer
+        share = optimizer.set_step(session.step)
+        x, y = next(session.loader)
+        micro = session.plan.micro_batch
+        loss = self._backward(list(zip(x.split(micro), y.split(micro), strict=True)))
+        if session.scale is not None:
+            session.scale.unscale_([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = optimizer.clip()
+        asked = torch.full((), float(bool(self.caught)), device=loss.device)
+        loss, stop = mean_over(self.world, torch.stack([loss, asked]))
+        left_out = (~(torch.isfinite(loss) & torch.isfinite(norm))).float()
+        optimizer.step(left_out)
         optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        seconds = time.perf_counter() - begin
-        report(Progress(step, loss.item(), (step + 1) * x.numel() / seconds))
+        if session.scale is not None:
+            session.scale.update(left_out)
+        session.step += 1
+        values, ready = to_host(torch.stack([loss, norm.to(loss.dtype), left_out, stop]))
+        self.pending.append(Reading(session.step, share, values, ready))
 
+    def _backward(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Gradients of the mean loss over the micro-batches; returns that loss."""
+        scale = self.session.scale
+        total = torch.zeros((), device=self.compute.device)
+        for k, (x, y) in enumerate(batches, start=1):
+            with accumulating(self.session.module, last=k == len(batches)):
+                with self.compute.autocast():
+                    loss = self.forward(x, y) / len(batches)
+                (loss if scale is None else loss * scale.scale).backward()
+            total += loss.detach()
+        return total
 
-def _precision(device: str, bf16: bool) -> AbstractContextManager[object]:
-    return torch.autocast(device, dtype=torch.bfloat16) if bf16 else nullcontext()
+    def _read(self, reading: Reading) -> None:
+        """Log a finished step, and see whether to stop."""
+        if reading.ready is not None:
+            reading.ready.synchronize()
+        loss, norm, left_out, stop = reading.values.tolist()
+        speed = self.meter.step(self.config.tokens_per_step)
+        self.stop = self.stop or stop > 0
+        values: dict[str, float | None] = {
+            "loss": loss if math.isfinite(loss) else None,
+            "lr_muon": reading.share * self.config.optim.lr_muon,
+            "lr_adamw": reading.share * self.config.optim.lr_adamw,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "tokens": reading.step * self.config.tokens_per_step,
+            "tokens_per_second": round(speed),
+        }
+        self.log.train(reading.step, values, self.meter.shown())
+        self.session.bad = self.session.bad + 1 if left_out else 0
+        if left_out:
+            self.log.say(f"step {reading.step}: loss or gradient not finite, the step is left out")
+        search = LossScale.HALVINGS if self.session.scale else 0
+        if self.session.bad >= self.config.bad_steps + search:
+            self._give_up(reading.step)
+
+    def _give_up(self, step: int) -> None:
+        self.saver.wait()
+        kept = checkpoints(self.session.folder)
+        last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise NotFinite(
+            f"the loss or its gradient was not finite in {self.session.bad} steps in a row up to "
+            f"step {step}: {last}; try a lower learning rate or a longer warm-up."
+        )
+
+    def _drain(self) -> None:
+        while self.pending:
+            self._read(self.pending.popleft())
+
+    def _evaluate(self) -> None:
+        self._drain()
+        split, autocast = self.session.val, self.compute.autocast
+        batch = max(1, self.session.plan.micro_batch // 4)
+        tokens = self.config.eval_tokens
+        self.val = evaluate(self.model, split, batch, tokens, autocast, self.world)
+        self.val_step = self.session.step
+        values = {"loss": self.val.loss, "bits_per_byte": self.val.bits_per_byte}
+        shown = {"val": f"{self.val.loss:.3f}"}
+        gate = gates(self.model, split, autocast)
+        if gate is not None:
+            values |= {"gate_mean": gate[0], "gate_max": gate[1]}
+            shown["gate mean/max"] = f"{gate[0]:.3f}/{gate[1]:.3f}"
+        self.log.val(self.session.step, values, shown)
+        self.meter.pause()
+
+    def _save(self) -> None:
+        self._drain()
+        begin = time.perf_counter()
+        step = self.session.step
+        if step == self.saved_step:
+            return
+        try:
+            self.saver.wait()
+        except CheckpointError as error:
+            # This one may succeed; the last one has to.
+            self.log.say(f"warning: {error}")
+        fresh = self.val is not None and self.val_step == step
+        state = {**self.session.state(), "val_loss": self.val.loss if self.val and fresh else None}
+        self.log.sync()
+        self.saver.save(step, *self.session.tensors(), state)
+        self.saved_step = step
+        blocked = time.perf_counter() - begin
+        self.log.event("checkpoint", step, blocked_seconds=round(blocked, 4))
+        self.meter.pause()
+
+    def _result(self) -> Result:
+        session = self.session
+        number = self.caught[0] if self.caught else signal.SIGTERM if self.stop else None
+        kept = checkpoints(session.folder)
+        newest = kept[-1] if kept else None
+        if not self.world.first:
+            return Result(session.step, math.nan, self.val, newest, number)
+        losses = [r["loss"] for r in read_log(session.folder) if r["loss"] is not None]
+        recent = losses[-MOVING_AVERAGE:]
+        mean = sum(recent) / len(recent) if recent else math.nan
+        self.log.event("end", session.step, train_loss=mean)
+        if number is not None:
+            self.log.say(
+                f"stopped by {signal.Signals(number).name} after step {session.step}, which is "
+                "saved: run the same command to go on"
+            )
+        else:
+            self.log.say(f"train loss {mean:.4f}, the mean of the last {len(recent)} steps")
+        if self.val is not None:
+            self.log.say(
+                f"val loss {self.val.loss:.4f}, perplexity {self.val.perplexity:.2f}, "
+                f"{self.val.bits_per_byte:.4f} bits per byte"
+            )
+        return Result(session.step, mean, self.val, newest, number)

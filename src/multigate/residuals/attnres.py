@@ -55,6 +55,9 @@ class AttentionResidual(Residual):
     def state_size(self, i: int) -> int:
         return (1 + sum(start < i for start in self.block_starts)) * self.dim
 
+    def handover_size(self, i: int) -> int:
+        return self.state_size(i)
+
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         return x, ((x,), ())
 
@@ -65,12 +68,23 @@ class AttentionResidual(Residual):
         if y is not None:
             dtype = closed[0].dtype
             block = ((block[0] + y).to(dtype),) if block else (y.to(dtype),)
-        sources = closed + block
+        return self._read(i, closed + block), (closed, block)
+
+    def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        closed, block = state
+        # A block of which every sublayer so far was skipped has no sum: an empty tensor says so.
+        return (*closed, *(block or (closed[0][..., :0],)))
+
+    def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        *closed, last = sent
+        block = (last,) if last.numel() else ()
+        return self._read(i - 1, (*closed, *block)), (tuple(closed), block)
+
+    def _read(self, i: int, sources: tuple[Tensor, ...]) -> Tensor:
         query = cast(Reader, self.readers[i]).effective_query()
         if self._record is not None:
             self.note(i, alpha=depth_weights(sources, query, self.scale, self.eps))
-        h = depth_pool(sources, query, scale=self.scale, eps=self.eps)
-        return h, (closed, block)
+        return depth_pool(sources, query, scale=self.scale, eps=self.eps)
 
 
 @register_residual("attnres-full")

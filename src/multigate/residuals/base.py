@@ -11,18 +11,26 @@ The h of the last step is the output. Three more needs are part of the seam:
     residual.step(i, None, state)           # read without writing: sublayer i is skipped
     residual.step(i, y, state, norm)        # h comes back as norm(h), ready for the next sublayer
     with residual.recording() as steps:     # steps[i]["beta"]: the coefficients of step i by name
+
+And two verbs for a pipeline, whose next stage goes on with sublayer i in another process:
+
+    sent     = residual.handover(i, h, state)    # the fewest tensors that it needs
+    h, state = residual.resume(i, sent)          # there: the same h and state
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from multigate.names import unknown
 from multigate.numerics import without_autocast
+
+from .layout import Layout, filled, numbered, usual_layout
 
 State = tuple[Any, ...]
 """What a residual carries between steps: tensors in (possibly nested) tuples, opaque to callers."""
@@ -45,7 +53,9 @@ class Residual(nn.Module):
     """A residual architecture over `depth` sublayers of width `dim`.
 
     A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
-    `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`.
+    `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`, and, to hand
+    over less than h and the whole state, `_handover`, `_resume`, `_resume_normed` and
+    `handover_size`.
 
     Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
     says, and rounded once when it is stored.
@@ -58,16 +68,12 @@ class Residual(nn.Module):
         super().__init__()
         check_sizes(self.name, dim, depth, streams)
         self.dim, self.depth, self.streams, self.eps = dim, depth, streams, eps
+        self._layouts: dict[tuple[int, torch.dtype], tuple[Layout, int]] = {}
 
     def start(self, x: Tensor, norm: nn.Module | None = None) -> tuple[Tensor, State]:
         """Begin with the embedding `x` [..., D]: the input of sublayer 0, and the first state."""
         self._check(x, "x")
-        parameter = next(self.parameters(), None)
-        if parameter is not None and parameter.device != x.device:
-            raise ValueError(
-                f"{self.name}: x is on {x.device} but the residual is on {parameter.device}: "
-                "move one of them with .to(device)."
-            )
+        self._check_device(x, "x is")
         with without_autocast(x.device.type):
             h, state = self._start(x)
         return (h if norm is None else norm(h)), state
@@ -110,6 +116,37 @@ class Residual(nn.Module):
         """Numbers kept per token before sublayer i (i = depth: after the last step)."""
         raise NotImplementedError
 
+    def handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        """The fewest tensors to go on from with sublayer i = 1 .. depth-1 in another process.
+
+        `h` is what step i - 1 has read, without a norm.
+        """
+        self._check_boundary(i)
+        return self._handover(i, h, state)
+
+    def resume(
+        self, i: int, sent: Sequence[Tensor], norm: nn.Module | None = None
+    ) -> tuple[Tensor, State]:
+        """The input of sublayer i and the state before it, from what `handover` gave."""
+        self._check_boundary(i)
+        if not sent:
+            raise ValueError(f"{self.name}: there is nothing to resume sublayer {i} from.")
+        self._check_device(sent[0], "what was handed over is")
+        with without_autocast(sent[0].device.type):
+            if norm is not None:
+                fused = self._resume_normed(i, tuple(sent), norm)
+                if fused is not None:
+                    return fused
+            h, state = self._resume(i, tuple(sent))
+        return (h if norm is None else norm(h)), state
+
+    def handover_size(self, i: int) -> int:
+        """Numbers per token that `handover` gives at sublayer i, if none was skipped."""
+        self._check_boundary(i)
+        parameter = next(self.parameters(), torch.empty(0))
+        _, size = usual_layout(self, i, parameter.device, torch.float32)
+        return size
+
     def can_skip(self, i: int) -> bool:
         """Whether `step(i, None, state)` has a meaning."""
         return True
@@ -151,9 +188,46 @@ class Residual(nn.Module):
         """The step with `norm` fused into it, or None where this norm cannot be fused."""
         return None
 
+    def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        """Unless overridden: h and the tensors of the state, each of them once."""
+        sent: list[Tensor] = []
+        layout = numbered((h, state), sent)
+        if layout != usual_layout(self, i, h.device, h.dtype)[0]:
+            raise ValueError(
+                f"{self.name}: the state before sublayer {i} is not made up as it is when every "
+                "sublayer has written: skip none, or give the residual its own _handover and "
+                "_resume."
+            )
+        return tuple(sent)
+
+    def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        layout, _ = usual_layout(self, i, sent[0].device, sent[0].dtype)
+        h, state = filled(layout, sent)
+        return h, state
+
+    def _resume_normed(
+        self, i: int, sent: tuple[Tensor, ...], norm: nn.Module
+    ) -> tuple[Tensor, State] | None:
+        """`_resume` with `norm` fused into it, or None where this norm cannot be fused."""
+        return None
+
     def _batch_shape(self, i: int, state: State) -> torch.Size:
         """The leading dimensions of x, from the state before sublayer i."""
         return flatten_state(state)[0].shape[:-1]
+
+    def _check_boundary(self, i: int) -> None:
+        if not 0 < i < self.depth:
+            raise ValueError(
+                f"{self.name}: there is no handover at sublayer {i}, only at 1 to {self.depth - 1}."
+            )
+
+    def _check_device(self, x: Tensor, what: str) -> None:
+        parameter = next(self.parameters(), None)
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(
+                f"{self.name}: {what} on {x.device} but the residual is on {parameter.device}: "
+                "move one of them with .to(device)."
+            )
 
     def _check(self, x: Tensor, what: str) -> None:
         if not x.is_floating_point():
@@ -251,7 +325,12 @@ class Stack(nn.Module):
     what else sublayer i returned. Each sublayer owns its input norm; where it is a `Sublayer`,
     the residual applies that norm in the step before. `out_norm` is applied to the output in the
     same way.
+
+    With `checkpointing` set, the sublayers keep no activations but their input and are computed
+    again in the backward pass.
     """
+
+    checkpointing = False
 
     def __init__(
         self,
@@ -291,7 +370,7 @@ class Stack(nn.Module):
         h, state = self.residual.start(x, norms[0])
         for i, sublayer in enumerate(self.sublayers):
             normed = {} if norms[i] is None else {"normed": True}
-            y = sublayer(h, *args, **normed, **kwargs)
+            y = self._call(sublayer, h, *args, **normed, **kwargs)
             y, *extra = y if isinstance(y, tuple) else (y,)
             extras.append(tuple(extra))
             if not isinstance(y, Tensor):
@@ -301,3 +380,8 @@ class Stack(nn.Module):
                 )
             h, state = self.residual.step(i, y, state, norms[i + 1])
         return (h, extras) if any(extras) else h
+
+    def _call(self, sublayer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(sublayer, *args, use_reentrant=False, **kwargs)
+        return sublayer(*args, **kwargs)

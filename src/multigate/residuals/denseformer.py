@@ -1,5 +1,7 @@
 """DenseFormer: a depth-weighted average after every transformer block."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,10 @@ class DenseFormer(Residual):
         blocks_done = -(-i // self.period) if i == self.depth else i // self.period
         return (2 + blocks_done) * self.dim
 
+    def handover_size(self, i: int) -> int:
+        inside_a_block = i % self.period > 0
+        return (inside_a_block + 1 + i // self.period) * self.dim
+
     def _sources(self, block: int) -> range:
         return range(block % self.dilation, block + 1, self.dilation)
 
@@ -47,8 +53,23 @@ class DenseFormer(Residual):
             x = (x + y).to(x.dtype)
         if (i + 1) % self.period == 0 or i == self.depth - 1:
             outputs = [*outputs, x]
-            block = len(outputs) - 1
-            weights = self.weights[block - 1]
-            self.note(i, weights=weights)
-            x = weighted_sum([outputs[j] for j in self._sources(block)], weights).to(x.dtype)
+            x = self._average(i, outputs)
         return x, (x, *outputs)
+
+    def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        x, *outputs = state
+        return tuple(outputs) if i % self.period == 0 else (x, *outputs)
+
+    def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        if i % self.period:
+            return sent[0], sent
+        x = self._average(i - 1, sent)
+        return x, (x, *sent)
+
+    def _average(self, i: int, outputs: Sequence[Tensor]) -> Tensor:
+        """Y after the block that ends with sublayer i, from all outputs so far."""
+        block = len(outputs) - 1
+        weights = self.weights[block - 1]
+        self.note(i, weights=weights)
+        used = [outputs[j] for j in self._sources(block)]
+        return weighted_sum(used, weights).to(outputs[0].dtype)

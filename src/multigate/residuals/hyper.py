@@ -35,6 +35,9 @@ class HyperStreams(Residual):
         coefficients = self.streams + self.streams**2 if i < self.depth else 0
         return self.streams * self.dim + coefficients
 
+    def handover_size(self, i: int) -> int:
+        return self.streams * self.dim
+
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         streams = x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
         return self._read(0, streams)
@@ -57,6 +60,12 @@ class HyperStreams(Residual):
             return None
         streams = self._write(i, y, state)
         return norm(wide(streams)).sum(-2).to(streams.dtype), (streams,)
+
+    def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        return state[:1]
+
+    def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        return self._read(i, sent[0])
 
     def _batch_shape(self, i: int, state: State) -> torch.Size:
         return state[0].shape[:-2]

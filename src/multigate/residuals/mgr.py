@@ -1,6 +1,6 @@
 """Multi-Gate Residuals: n streams, a gate to write them and attention to read them."""
 
-from typing import ClassVar, cast
+from typing import ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +145,9 @@ class MultiGate(Residual):
     def state_size(self, i: int) -> int:
         return min(i + 1, self.streams) * self.dim
 
+    def handover_size(self, i: int) -> int:
+        return self.state_size(i)
+
     def can_skip(self, i: int) -> bool:
         return i >= self.streams - 1
 
@@ -160,9 +163,25 @@ class MultiGate(Residual):
     def _step_normed(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module
     ) -> tuple[Tensor, State] | None:
-        if type(norm) is RMSNorm and norm.eps == self.eps:
+        if self._can_fuse(norm):
             return self._advance(i, y, state, norm.weight)
         return None
+
+    def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
+        return state
+
+    def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        return self._read_again(i, sent, None)
+
+    def _resume_normed(
+        self, i: int, sent: tuple[Tensor, ...], norm: nn.Module
+    ) -> tuple[Tensor, State] | None:
+        if self._can_fuse(norm):
+            return self._read_again(i, sent, norm.weight)
+        return None
+
+    def _can_fuse(self, norm: nn.Module) -> TypeGuard[RMSNorm]:
+        return type(norm) is RMSNorm and norm.eps == self.eps
 
     def _batch_shape(self, i: int, state: State) -> torch.Size:
         growing = i < self.streams - 1
@@ -174,7 +193,10 @@ class MultiGate(Residual):
         step = self.steps[i]
         if isinstance(step, GrowthPool):
             assert y is not None, "step() has refused to skip a growth step"
-            return self._grow(i, step.w2, (*state, y.to(state[0].dtype)), norm_weight)
+            streams = (*state, y.to(state[0].dtype))
+            full = len(streams) == self.streams
+            h = self._pool(i, step.w2, streams, norm_weight)
+            return h, (torch.stack(streams, dim=-2),) if full else streams
         step = cast(MultiGateResidual, step)
         (streams,) = state
         if self._record is not None:
@@ -184,15 +206,19 @@ class MultiGate(Residual):
         h, streams = step(y, streams, norm_weight)
         return h, (streams,)
 
-    def _grow(
-        self, i: int, query: Tensor, streams: State, norm_weight: Tensor | None
-    ) -> tuple[Tensor, State]:
+    def _read_again(self, i: int, state: State, norm_weight: Tensor | None) -> tuple[Tensor, State]:
+        """What step i - 1 has read, from the state it has left."""
+        step = self.steps[i - 1]
+        if isinstance(step, GrowthPool):
+            streams = state[0].unbind(-2) if i == self.streams - 1 else state
+            return self._pool(i - 1, step.w2, streams, norm_weight), state
+        return self._advance(i - 1, None, state, norm_weight)
+
+    def _pool(self, i: int, query: Tensor, streams: State, norm_weight: Tensor | None) -> Tensor:
         scale = self.dim**-0.5
         if self._record is not None:
             self.note(i, alpha=depth_weights(streams, query, scale, self.eps))
-        h = depth_pool(streams, query, scale=scale, norm_weight=norm_weight, eps=self.eps)
-        full = len(streams) == self.streams
-        return h, (torch.stack(streams, dim=-2),) if full else streams
+        return depth_pool(streams, query, scale=scale, norm_weight=norm_weight, eps=self.eps)
 
 
 @register_residual("mgr-independent")

@@ -1,0 +1,81 @@
+"""`multigate eval`: a trained run on prepared text."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from .batching import MOST_TOKENS
+from .checkpoint import open_run, read_tensors
+from .data import open_data
+from .device import choose
+from .evals import Score
+from .evals import evaluate as score
+from .gpt import GPT, GPTConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measure a trained run on held-out text: loss, perplexity, bits per byte."""
+
+    run: Path
+    """The run's folder, or one of its checkpoints."""
+    data: Path | None = None
+    """A prepared folder; None takes the one the run was trained on."""
+    split: str = "val"
+    """val or test (or train)."""
+    checkpoint: Literal["best", "last"] = "best"
+    """best: of the checkpoints that were kept, the one with the lowest val loss."""
+    tokens: int | None = None
+    """Read about so many tokens, spread evenly; None reads all."""
+    batch: int | None = None
+    """Windows computed at once; None chooses."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    json: bool = False
+    """Print one line of JSON and nothing else."""
+
+
+def load_model(path: Path, state: dict[str, Any]) -> GPT:
+    """The model of a checkpoint, with its weights, on the CPU."""
+    model = GPT(GPTConfig(**state["model"]))
+    read_tensors(path, model.state_dict())
+    return model
+
+
+def evaluate(config: EvalConfig, console: Console | None = None) -> Score:
+    console = console or Console()
+    path, state = open_run(config.run, config.checkpoint)
+    data = open_data(Path(state["data"]) if config.data is None else config.data)
+    if data.tokenizer_fingerprint != state["tokenizer"]:
+        raise ValueError(
+            f"{path} was trained with another tokenizer than that of {data.folder}: its losses "
+            "would mean nothing there; prepare the text with the tokenizer of the run's data."
+        )
+    compute = choose(config.device, config.precision)
+    model = load_model(path, state).to(compute.device).eval()
+    context = model.config.context
+    batch = config.batch or max(1, MOST_TOKENS[compute.device.type] // 4 // context)
+    split = data.split(config.split)
+    result = score(model, split, batch, config.tokens, compute.autocast)
+    values = {
+        "checkpoint": str(path),
+        "data": str(data.folder),
+        "split": config.split,
+        "tokens": result.tokens,
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+    }
+    if config.json:
+        print(json.dumps(values))
+        return result
+    table = Table(show_header=False)
+    for name, value in values.items():
+        text = f"{value:.4f}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), text)
+    console.print(table)
+    return result

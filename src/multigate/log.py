@@ -1,0 +1,230 @@
+"""Seeing a run: the progress line, log.jsonl always, TensorBoard and Weights & Biases when asked.
+
+log.jsonl has one object a line: {"event": "train", "step": 1, "loss": ...} for every step, exactly
+once however often the run was interrupted; "val" for evaluations; "start", "checkpoint", ...
+"""
+
+import json
+import math
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+MOVING_AVERAGE = 200
+"""Steps over which the paper averages its training loss."""
+SECONDS_BETWEEN_LINES = 15.0
+"""Where the output is no terminal, a plain line this often stands for the moving one."""
+
+
+class Tracker(Protocol):
+    """Somewhere else to log to."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    def __init__(self, run: Path, name: str, config: Mapping[str, Any], step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "logging to TensorBoard needs it: pip install 'multigate[track]'"
+            ) from None
+        # What an interrupted run wrote after the step it goes on from is hidden.
+        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, run: Path, name: str, config: Mapping[str, Any], step: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "logging to Weights & Biases needs it: pip install 'multigate[track]'"
+            ) from None
+        known = run / "wandb-id"
+        identity = known.read_text() if known.exists() else uuid.uuid4().hex[:8]
+        known.write_text(identity)
+        self._run = wandb.init(
+            project="multigate",
+            name=name,
+            id=identity,
+            resume="allow",
+            dir=str(run),
+            config=dict(config),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
+def read_log(run: Path, event: str = "train") -> list[dict[str, Any]]:
+    """The records of one kind in a run's log, in order."""
+    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [r for r in map(json.loads, lines) if r["event"] == event]
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop from a log what came after `step`, and a line that was cut off in the middle."""
+    if not path.exists():
+        return
+    kept = list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            kept.append(line + "\n")
+    aside = path.with_suffix(".rewound")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+class Log:
+    """What the first process of a run shows and keeps."""
+
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],
+        steps: int,
+        step: int = 0,
+        trackers: Sequence[str] = (),
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console()
+        self.steps = steps
+        rewind(run / "log.jsonl", step)
+        self._file = (run / "log.jsonl").open("a", encoding="utf-8")
+        self._trackers: list[Tracker] = [TRACKERS[t](run, run.name, config, step) for t in trackers]
+        self._begin = time.perf_counter()
+        self._first: int | None = None
+        self._recent = deque[float](maxlen=MOVING_AVERAGE)
+        self._shown: dict[str, str] = {}
+        self._last_line = self._begin
+        self._progress = Progress(
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=step, line="")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        self._file.flush()
+
+    def train(
+        self, step: int, values: Mapping[str, float | None], shown: Mapping[str, str]
+    ) -> None:
+        """One finished step: `values` to keep, None for what is not finite; `shown` on the line."""
+        self.event("train", step, **values)
+        finite = {k: v for k, v in values.items() if v is not None}
+        self._track(step, {f"train/{k}": v for k, v in finite.items()})
+        if "loss" in finite:
+            self._recent.append(finite["loss"])
+        loss = sum(self._recent) / len(self._recent) if self._recent else math.nan
+        self._shown |= {"loss": f"{loss:.3f}", **shown}
+        self._update(step)
+
+    def val(self, step: int, values: Mapping[str, float], shown: Mapping[str, str]) -> None:
+        """One evaluation on held-out text."""
+        self.event("val", step, **values)
+        self._track(step, {f"val/{k}": v for k, v in values.items()})
+        self._shown |= shown
+        self._update(step, now=not self.console.is_terminal)
+
+    def sync(self) -> None:
+        """Until the log is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._progress.stop()
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _track(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.write(step, values)
+
+    def _update(self, step: int, now: bool = False) -> None:
+        if self._first is None:
+            # The first step compiles: how long the others take is seen from its end.
+            self._first, self._begin = step, time.perf_counter()
+        done, elapsed = step - self._first, time.perf_counter() - self._begin
+        eta = clock(elapsed / done * (self.steps - step)) if done else "?"
+        parts = [f"{k} {v}" for k, v in self._shown.items()]
+        line = f"step {step}/{self.steps}  " + "  ".join([*parts, f"ETA {eta}"])
+        self._progress.update(self._task, completed=step, line=line)
+        waited = time.perf_counter() - self._last_line
+        if not self.console.is_terminal and (now or waited > SECONDS_BETWEEN_LINES):
+            self._last_line = time.perf_counter()
+            self.say(line)
+
+
+class Silent(Log):
+    """What every other process has in the place of a log."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        pass
+
+    def train(
+        self, step: int, values: Mapping[str, float | None], shown: Mapping[str, str]
+    ) -> None:
+        pass
+
+    def val(self, step: int, values: Mapping[str, float], shown: Mapping[str, str]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def clock(seconds: float) -> str:
+    """1:02:03, or 2:03 below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

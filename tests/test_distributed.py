@@ -1,0 +1,144 @@
+"""Many processes give what one gives: DDP and FSDP2 by torchrun, on CPUs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from multigate.checkpoint import checkpoints, open_run, read_tensors
+from multigate.config import to_table, to_toml
+from multigate.evaluate import EvalConfig, evaluate, load_model
+from multigate.log import read_log
+from runs import numbers, run, small
+
+pytestmark = pytest.mark.slow
+
+
+def torchrun(config, folder, processes=2):
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.toml"
+    file.write_text(to_toml(to_table(config)))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launch, "-m", "multigate", "train", "--config", str(file)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(process, timeout=240):
+    shown, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, shown
+    return shown
+
+
+def values(config, key):
+    return [record[key] for record in read_log(config.folder)]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("residual", ["mgr-competitive", "mhc", "highway"])
+def test_two_processes_reach_the_losses_of_one(parallel, residual, data, tmp_path):
+    settings = {"steps": 20, "tokens_per_step": 256, "micro_batch": 2, "residual": residual}
+    settings |= {"parallel": parallel, "eval_every": 10, "save_every": 10}
+    one, two = (small(data, tmp_path / n, **settings) for n in ("one", "two"))
+    run(one)
+    shown = finished(torchrun(two, tmp_path))
+    assert "step 256 tokens = processes 2 x micro-batches 2 x windows 2 x tokens 32" in shown
+    assert shown.count("train loss") == 1, "one process speaks"
+    assert values(two, "step") == list(range(1, 21))
+    assert values(two, "loss") == pytest.approx(values(one, "loss"), abs=1e-5)
+    assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-4)
+    vals = [[r["loss"] for r in read_log(c.folder, "val")] for c in (one, two)]
+    assert vals[1] == pytest.approx(vals[0], abs=1e-5)
+
+
+def forget(config, step):
+    """Remove the checkpoints after `step`."""
+    for path in checkpoints(config.folder):
+        if path.name > f"step-{step:08d}":
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", 1), ("fsdp", 1), (1, "fsdp")])
+def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, data, tmp_path):
+    """Eight steps by some processes and the next twelve by others are one process's twenty."""
+    settings = {"steps": 20, "tokens_per_step": 256, "micro_batch": 2, "save_every": 8, "keep": 9}
+    whole = small(data, tmp_path / "whole", **settings)
+    run(whole)
+    for parallel in (before, after):
+        if parallel == 1:
+            parts = small(data, tmp_path / "parts", **settings)
+            shown = run(parts)[1]
+        else:
+            parts = small(data, tmp_path / "parts", parallel=parallel, **settings)
+            shown = finished(torchrun(parts, tmp_path))
+        if parallel == before:
+            sharded = list(checkpoints(parts.folder)[0].glob("shard-*.safetensors"))
+            assert len(sharded) == (2 if before == "fsdp" else 0)
+            forget(parts, 8)
+    assert "going on from step-00000008" in shown
+    assert values(parts, "step") == list(range(1, 21))
+    assert values(parts, "loss") == pytest.approx(values(whole, "loss"), abs=1e-5)
+    files = [p.suffix for p in (parts.folder / "checkpoints").rglob("*") if p.is_file()]
+    assert set(files) == {".safetensors", ".json"}, "nothing that could be a pickle"
+    a, b = (load_model(*open_run(c.folder, "last")) for c in (whole, parts))
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_sharded_checkpoint_can_be_evaluated(data, tmp_path):
+    config = small(data, tmp_path, parallel="fsdp", steps=10, eval_every=10, eval_tokens=4096)
+    finished(torchrun(config, tmp_path))
+    (val,) = read_log(config.folder, "val")
+    score = evaluate(EvalConfig(config.folder, tokens=4096, device="cpu", json=True))
+    assert score.loss == pytest.approx(val["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_signal_to_torchrun_saves_and_ends(parallel, data, tmp_path):
+    settings = {"steps": 5000, "tokens_per_step": 256, "micro_batch": 4, "parallel": parallel}
+    config = small(data, tmp_path, eval_every=5000, save_every=5000, **settings)
+    process = torchrun(config, tmp_path)
+    log = config.folder / "log.jsonl"
+    while not (log.exists() and '"train", "step": 5,' in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    shown, _ = process.communicate(timeout=120)
+    step = len(read_log(config.folder))
+    assert f"stopped by SIGTERM after step {step}, which is saved" in shown
+    assert [p.name for p in checkpoints(config.folder)] == [f"step-{step:08d}"]
+
+
+def test_one_sharded_process_is_one_process(data, tmp_path):
+    one = small(data, tmp_path / "one")
+    run(one)
+    sharded = small(data, tmp_path / "sharded", parallel="fsdp")
+    finished(torchrun(sharded, tmp_path, processes=1))
+    assert values(sharded, "loss") == pytest.approx(values(one, "loss"), abs=1e-6)
+    assert numbers(read_log(sharded.folder))[0]["lr_muon"] == read_log(one.folder)[0]["lr_muon"]
+
+
+def test_steps_that_two_processes_cannot_share(data, tmp_path):
+    config = small(data, tmp_path, tokens_per_step=96)
+    process = torchrun(config, tmp_path)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "multigate: tokens_per_step 96 is no multiple of 32 tokens of context times 2" in shown
+
+
+def test_reading_tensors_checks_names_first(data, tmp_path):
+    config = small(data, tmp_path, steps=2)
+    run(config)
+    path, _ = open_run(config.folder)
+    with pytest.raises(ValueError, match="has no 'unknown'"):
+        read_tensors(path, {"unknown": torch.zeros(1)})
