@@ -93,7 +93,7 @@ def test_resuming_with_another_architecture_is_refused(data, tmp_path):
     for changes, said in [
         ({"residual": "prenorm"}, "residual mgr-competitive -> prenorm"),
         ({"model": {"width": 48}}, "model.width 32 -> 48"),
-        ({"optim": {"lr_muon": 0.5}}, "optim.lr_muon 0.01 -> 0.5"),
+        ({"optim": {"lr_muon": 0.5}}, "optim.lr_muon 0.02 -> 0.5"),
         ({"steps": 8}, "steps 4 -> 8"),
     ]:
         with pytest.raises(ValueError, match="is a run with other settings") as caught:

@@ -134,6 +134,6 @@ def test_what_may_change_between_a_run_and_its_continuation():
     )
     assert differences(stored, changed) == [
         "residual mgr-competitive -> hc",
-        "optim.lr_muon 0.01 -> 0.5",
+        "optim.lr_muon 0.02 -> 0.5",
     ]
     assert {f.name for f in dataclasses.fields(TrainConfig)} > FREE

@@ -8,6 +8,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -94,7 +95,7 @@ configs:
 KINDS = ["folder", "jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "parquet", "hub"]
 
 
-def write_parquet(file, texts):
+def write_parquet(file, texts, group=7):
     """With the columns of FineWeb."""
     pyarrow, parquet = (pytest.importorskip(m) for m in ("pyarrow", "pyarrow.parquet"))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def write_parquet(file, texts):
     columns = {"text": texts, "id": [str(k) for k in range(len(texts))]}
     columns |= {name: [value] * len(texts) for name, value in same.items()}
     columns |= {"language_score": [0.9] * len(texts), "token_count": [1] * len(texts)}
-    parquet.write_table(pyarrow.table(columns), file, row_group_size=7)
+    parquet.write_table(pyarrow.table(columns), file, row_group_size=group)
 
 
 @pytest.fixture
@@ -163,6 +164,14 @@ def test_skipping_documents(tmp_path, kind):
     (part,) = open_source(write_source(tmp_path / "source", kind, TEXTS))
     for skip in (1, 6, 7, 20, 59, 60, 61):
         assert list(part.read(skip)) == TEXTS[skip:]
+
+
+def test_skipping_inside_a_long_row_group(tmp_path):
+    many = [str(k) for k in range(2000)]
+    write_parquet(tmp_path / "a.parquet", many, group=900)
+    (part,) = open_source(str(tmp_path / "a.parquet"))
+    for skip in (255, 256, 257, 700, 1700, 1999):
+        assert list(part.read(skip)) == many[skip:]
 
 
 def test_skipping_does_not_decode(tmp_path):
@@ -643,6 +652,16 @@ def test_words_that_name_no_tokenizer(tmp_path, monkeypatch):
     )
 
 
+def test_tokenizers_travel_to_other_processes(tmp_path, ranks):
+    path = other_tokenizer(tmp_path, lambda spec: rename_eot(spec, "<stop>"))
+    for tokenizer in (ByteTokenizer(), make_tokenizer(path, eot="<stop>"), ranks):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        assert again.entry() == tokenizer.entry()
+        assert (again.eot, again.vocab_size) == (tokenizer.eot, tokenizer.vocab_size)
+        pairs = zip(tokenizer.encode_batch(TEXTS), again.encode_batch(TEXTS), strict=True)
+        assert all(np.array_equal(one, two) for one, two in pairs)
+
+
 @pytest.mark.parametrize("word", ["bytes", "bpe:300", "json", "tiktoken"])
 def test_a_prepared_folder_decodes_by_itself(tmp_path, source, bpe, ranks, word):
     if word in ("json", "tiktoken"):
@@ -738,7 +757,8 @@ def test_the_number_of_processes_changes_nothing(tmp_path, source, monkeypatch):
     folders = []
     for processes in (1, 2, 3):
         folder = tmp_path / f"out{processes}"
-        quiet(small(folder, source, tokenizer="bpe:300", processes=processes))
+        config = small(folder, source, tokenizer="bpe:300", processes=processes, unit_mb=0.01)
+        quiet(config)
         folders.append(contents(folder))
     assert folders[0] == folders[1] == folders[2]
     assert "TOKENIZERS_PARALLELISM" not in os.environ
@@ -834,6 +854,8 @@ def test_killed_in_the_middle_of_a_unit(tmp_path, source, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     notes = []
+    # The tokenizer is there already.
+    monkeypatch.setattr("multigate.data.bpe.train_bpe", None)
     prepare(broken, lambda progress: notes.append(progress.note))
     assert "going on after" in notes[0]
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
@@ -865,6 +887,22 @@ def test_going_on_does_not_read_again_what_is_finished(tmp_path):
     os.utime(tmp_path / "source/000.txt", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     quiet(broken)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_going_on_inside_the_first_of_two_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr("multigate.data.hub.BATCH", 4)
+    sources = tuple(
+        write_source(tmp_path / name, "hub", texts)
+        for name, texts in (("one", TEXTS), ("two", OTHERS))
+    )
+    config = replace(small(tmp_path / "out", "", val_share=0.0), sources=sources)
+
+    def kill_late(progress):
+        if progress.documents > 20:
+            kill_me()
+
+    assert in_child(prepare, config, kill_late) == -signal.SIGKILL
+    assert decoded(quiet(config), "train") == TEXTS + OTHERS
 
 
 def test_a_full_disk_loses_nothing(tmp_path, source, monkeypatch):
@@ -939,7 +977,11 @@ def test_finished_data_is_left_alone(tmp_path, source):
         ({"val_share": 0.1}, "val_share was 0.2 and is now 0.1"),
     ):
         fails(sentence, quiet, replace(config, **changes))
+    stat = os.stat(source)
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    fails("the train files have changed since", quiet, config)
     Path(source).write_bytes(jsonl(TEXTS[1:]))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     fails("the train files have changed since", quiet, config)
     assert {f: f.stat().st_mtime_ns for f in (tmp_path / "out").iterdir()} == before
 
@@ -1063,8 +1105,3 @@ def test_the_bar(tmp_path, source):
     assert "kB" in shown
     prepare(small(tmp_path / "out", source, tokenizer="bpe:300"), console=console)
     assert "holds this data already" in console.file.getvalue()
-
-
-def test_byte_tokenizers_are_equal_wherever_they_come_from(tmp_path):
-    loaded = load_tokenizer(tmp_path, ByteTokenizer().entry(), 0)
-    assert loaded.entry() == ByteTokenizer().entry()

@@ -91,10 +91,13 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         """The same for what is no tensor."""
+        device = self.compute.device
+        on_gpu = device.type == "cuda"
         return {
             "step": self.step,
             "bad": self.bad,
             "micro_batch": self.plan.micro_batch,
+            "cuda_rng": torch.cuda.get_rng_state(device).tolist() if on_gpu else None,
             "loader": self.loader.state_dict(),
             "data": str(self.data.folder),
             "tokenizer": self.data.tokenizer_fingerprint,
@@ -176,4 +179,7 @@ class Session:
         weights, rest = self.tensors()
         read_tensors(path, {**weights, **rest})
         torch.set_rng_state(rest["rng.cpu"])
+        if self.compute.device.type == "cuda" and stored["cuda_rng"] is not None:
+            cuda_rng = torch.tensor(stored["cuda_rng"], dtype=torch.uint8)
+            torch.cuda.set_rng_state(cuda_rng, self.compute.device)
         self.step, self.bad = stored["step"], stored["bad"]

@@ -8,14 +8,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from .tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -66,6 +68,16 @@ def start_method() -> str:
     return "fork" if sys.platform == "linux" else "spawn"
 
 
+def ahead(items: Iterator[T], count: int = 4) -> Iterator[T]:
+    """The same items, taken in a thread that is `count` ahead: decompressing can go on there."""
+    end = object()
+    with ThreadPoolExecutor(1, "reader") as pool:
+        taken = deque(pool.submit(next, items, end) for _ in range(count))
+        while (item := taken.popleft().result()) is not end:
+            taken.append(pool.submit(next, items, end))
+            yield cast(T, item)
+
+
 class Encoder:
     """Encodes chunks in `processes` processes; one is this one."""
 
@@ -86,9 +98,10 @@ class Encoder:
                 yield encode_chunk(self._tokenizer, chunk)
         if self._here is not None:
             self._here = 0
-        pending: deque[Future[dict[str, Piece]]] = deque()
         try:
-            for chunk in chunks:
+            # The workers are forked before there is a second thread.
+            pending = deque(self._submit(chunk) for chunk in islice(chunks, 1))
+            for chunk in ahead(chunks):
                 pending.append(self._submit(chunk))
                 if len(pending) > 3 * self._processes:
                     yield pending.popleft().result()

@@ -34,7 +34,7 @@ class HubPart:
     def read(self, skip: int = 0, mark: dict[str, Any] | None = None) -> Iterator[str]:
         """The documents after the first `skip`; the `mark` of an earlier reading saves time."""
         dataset = self._load()
-        self._mark, count = None, 0
+        count = 0
         if mark is not None:
             dataset.load_state_dict(mark["state"])
             count = mark["documents"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bar import Progress, progress_bar
+from .cut import cut
 from .encode import Encoder, cores, split_of
 from .folder import discard, is_finished, locked, read_progress, said, tidy
 from .shards import FORMAT, HEADER, PROGRESS, TokenData, open_data
@@ -41,7 +42,8 @@ class PrepareConfig:
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE, gpt2, or the path of a .tiktoken or tokenizer.json file."""
     val_share: float = 0.01
-    """Share of the documents that is held out, where `val` is empty."""
+    """Share of the documents that is held out, where `val` is empty; of a few text files, the end
+    of each."""
     seed: int = 0
     """Another seed holds out other documents."""
     text_key: str = "text"
@@ -130,11 +132,15 @@ def open_stages(config: PrepareConfig) -> list[Stage]:
     def parts(sources: tuple[str, ...]) -> list[Part]:
         return [p for s in sources for p in open_source(s, config.text_key, config.pattern)]
 
-    named = {"val": config.val, "test": config.test}
-    stages = [Stage(split, parts(sources)) for split, sources in named.items() if sources]
+    named = {"val": parts(config.val), "test": parts(config.test)}
+    train = parts(config.sources)
     share = 0.0 if config.val else config.val_share
+    halves = cut(train, share)
+    if halves is not None:
+        (train, named["val"]), share = halves, 0.0
     limit = float("inf") if config.limit_mb is None else config.limit_mb * 1e6
-    return [*stages, Stage("train", parts(config.sources), share, limit)]
+    stages = [Stage(split, found) for split, found in named.items() if found]
+    return [*stages, Stage("train", train, share, limit)]
 
 
 def settings_of(config: PrepareConfig, stages: list[Stage]) -> dict[str, Any]:

@@ -50,6 +50,10 @@ class FilePart:
                     if skip == 0:
                         yield text_document(self.path)
 
+    @property
+    def is_one_document(self) -> bool:
+        return self._kind() in ("text", "compressed")
+
     def _kind(self) -> str:
         endings = [s for s in self.path.suffixes if s not in ENDINGS]
         if self.path.suffix in ENDINGS:

@@ -5,15 +5,14 @@ import pkgutil
 
 from .base import (
     Residual,
-    Stack,
     State,
-    Sublayer,
     build_residual,
     flatten_state,
     register_residual,
     residual_names,
 )
 from .init import gate_bias_init
+from .stack import Stack, Sublayer
 
 # Importing a file registers what is in it; these come first in `residual_names()`, simplest first.
 _FIRST = ("prenorm", "highway", "denseformer", "hc", "mhc", "attnres", "mgr")
