@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from multigate.checkpoint import (
 )
 from multigate.distributed import World
 from multigate.evaluate import EvalConfig, evaluate, load_model
-from multigate.log import read_log
+from multigate.log import Log, read_log
 from multigate.train import NotFinite, Run
 from runs import losses, prepared, run, small
 
@@ -43,6 +44,37 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     read_tensors(best(tmp_path), into)
     assert into["w"].tolist() == [2, 2, 2]
     assert into["m"].item() == 2
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path):
+    saver = Saver(tmp_path, keep=1, world=World())
+    for step, val_loss in enumerate([float("nan"), 2.0, 1.0, float("inf")], start=1):
+        save(saver, step, val_loss)
+    saver.wait()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+    assert best(tmp_path).name == "step-00000003"
+
+
+def test_what_a_user_puts_beside_checkpoints_stays_there(tmp_path):
+    saver = Saver(tmp_path, keep=1, world=World())
+    mine = tmp_path / "checkpoints" / "step-00000008-mine"
+    mine.mkdir()
+    for step in (1, 2, 3):
+        save(saver, step)
+    saver.wait()
+    assert mine.exists()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
+
+
+def test_a_damaged_old_checkpoint_does_not_stop_new_ones(tmp_path):
+    saver = Saver(tmp_path, keep=3, world=World())
+    for step in (1, 2):
+        save(saver, step, 1.0)
+        saver.wait()
+    (checkpoints(tmp_path)[0] / "state.json").write_text("{")
+    save(saver, 3, 2.0)
+    saver.wait()
+    assert best(tmp_path).name == "step-00000002"
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_saved(tmp_path):
@@ -102,8 +134,16 @@ def test_resuming_with_another_architecture_is_refused(data, tmp_path):
         assert "--init" in str(caught.value)
     with pytest.raises(ValueError, match="holds a run already: give this one another --name"):
         run(small(data, tmp_path, name="run", steps=4, resume="never"))
-    with pytest.raises(ValueError, match="another architecture"):
-        run(small(data, tmp_path, name="new", model={"width": 48}, init=config.folder))
+    for changes, said in [
+        ({"model": {"width": 48}}, "width 32 -> 48"),
+        ({"model": {"blocks": 1}}, "blocks 2 -> 1"),
+        ({"residual": "prenorm"}, "residual mgr-competitive -> prenorm"),
+    ]:
+        with pytest.raises(ValueError, match="is of another architecture") as caught:
+            run(small(data, tmp_path, name="new", init=config.folder, **changes))
+        assert said in str(caught.value)
+    longer = small(data, tmp_path, name="longer", model={"context": 64}, init=config.folder)
+    assert run(longer)[0].step == 12, "the context is no matter to the weights"
     assert (checkpoints(config.folder)[-1] / "model.safetensors").read_bytes() == before
 
 
@@ -183,6 +223,31 @@ def test_a_full_disk_at_the_end_is_an_error_and_the_run_can_go_on(data, tmp_path
     assert losses(config) == whole
 
 
+def test_a_log_that_cannot_be_written_holds_checkpoints_back(data, tmp_path, monkeypatch):
+    """On a full disk nothing of the log is lost, and no checkpoint overtakes it."""
+    config = small(data, tmp_path, save_every=2, keep=9)
+    write, full = Log._write, []
+
+    def refuse(self):
+        if any(f'"train", "step": {k},'.encode() in self._unwritten for k in (6, 7, 8)):
+            full.append(len(self._unwritten))
+            if len(full) < 12:
+                os.write(self._file.fileno(), self._unwritten[:10])
+                os.truncate(self.path, self.path.stat().st_size - 10)
+                raise OSError(errno.ENOSPC, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(Log, "_write", refuse)
+    _, shown, log = run(config)
+    assert shown.count("log.jsonl cannot be written (No space left on device), trying on") == 1
+    assert "there will be no checkpoint until it can" in shown
+    assert [r["step"] for r in log] == list(range(1, 13))
+    steps = [int(p.name[-2:]) for p in checkpoints(config.folder)]
+    assert 4 in steps
+    assert 6 not in steps
+    assert steps[-1] == 12
+
+
 @pytest.mark.slow
 def test_a_real_limit_on_the_size_of_files(data, tmp_path):
     """The kernel refuses to write past 20 kB: one sentence, exit status 1, no half checkpoint."""
@@ -241,6 +306,14 @@ def test_a_step_that_is_not_finite_is_left_out(data, tmp_path, monkeypatch):
     good = [r["loss"] for r in log if r["loss"] is not None]
     assert good[-1] < good[0]
     assert result.train_loss == pytest.approx(sum(good) / 9)
+
+
+def test_amid_bad_steps_no_good_checkpoint_is_rotated_out(data, tmp_path, monkeypatch):
+    config = small(data, tmp_path, bad_steps=9, steps=40, keep=1)
+    poison(monkeypatch, set(range(10, 41)))
+    with pytest.raises(NotFinite, match=r"the last good checkpoint is .*step-00000008; try"):
+        run(config)
+    assert [read_state(p)["bad"] for p in checkpoints(config.folder)] == [0]
 
 
 def test_too_many_bad_steps_stop_the_run_at_its_last_good_checkpoint(data, tmp_path, monkeypatch):

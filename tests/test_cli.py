@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from multigate import demo
 from multigate.__main__ import COMMANDS, main
 from multigate.data import open_data
+from multigate.train import Result
 from runs import prepared, quiet, write_documents
 
 
@@ -40,6 +42,13 @@ def test_the_demo_learns():
     scores = demo.demo(demo.DemoConfig(steps=demo.DemoConfig.steps // 5), quiet())
     for name in demo.RESIDUALS:
         assert scores[name] < scores["order-1"] - 0.4
+
+
+def test_ctrl_c_stops_the_demo(monkeypatch, capsys):
+    stopped = Result(1, 0.0, None, None, signal.SIGINT)
+    monkeypatch.setattr(demo, "train", lambda config, console: stopped)
+    assert main(["demo", "--steps", "2"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_order_1_counts(tmp_path):
@@ -106,6 +115,8 @@ def test_help():
         (["train", "--residual", "mgr"], 1, "multigate: unknown residual 'mgr': did you mean"),
         (["train", "--config", "nowhere.toml"], 1, "there is no configuration file nowhere.toml"),
         (["eval", "nowhere"], 1, "multigate: nowhere holds no checkpoint"),
+        (["eval", "nowhere", "--batch", "-1"], 2, "batch must be at least 1, got -1."),
+        (["train", "--config", "."], 1, "multigate: . cannot be read as a configuration"),
         (["prepare", "out", "--tokenizer", "gpt3"], 1, "multigate: unknown tokenizer 'gpt3'"),
     ],
 )

@@ -85,6 +85,7 @@ def test_what_is_written_is_what_was_resolved(tmp_path):
         ("steps = 0", "steps must be at least 1, got 0."),
         ('scale = "huge"', "unknown scale 'huge'"),
         ("steps = ", "is not TOML"),
+        ('scale = ["tiny"]', "unknown scale ['tiny']"),
         ("[optim]\nmomentum = 1.0", "momentum must be at least 0 and below 1"),
         ("model = 3", "model must be of type ModelChanges, got 3."),
     ],

@@ -57,10 +57,18 @@ def test_many_files_stay_whole(tmp_path):
     assert {*texts(data, "train"), *texts(data, "val")} == whole
 
 
-def test_what_is_too_short_to_cut_is_left_whole(tmp_path):
-    (tmp_path / "note.txt").write_text("a short note\n")
+def test_a_thousand_bytes_are_held_out_at_least(tmp_path):
+    (tmp_path / "note.txt").write_text(lines(1, count=150))
+    data = prepared(tmp_path, sources=(str(tmp_path / "note.txt"),), val_share=0.001)
+    assert 900 < data.split("val").bytes < 1100
+
+
+def test_what_is_too_short_to_cut_is_left_whole(tmp_path, monkeypatch):
+    (tmp_path / "note.txt").write_text(lines(1, count=40))
     data = prepared(tmp_path, sources=(str(tmp_path / "note.txt"),))
     assert data.splits() == ["train"]
+    with pytest.raises(ValueError, match="has no held-out text, its documents are too few"):
+        run(small(data.folder, tmp_path / "runs"))
 
 
 def test_val_sources_of_their_own_need_no_cut(tmp_path):
@@ -73,7 +81,7 @@ def test_val_sources_of_their_own_need_no_cut(tmp_path):
 
 
 def test_a_line_that_never_ends_is_cut_where_it_must_be(tmp_path):
-    (tmp_path / "a.txt").write_text("ab" * 10000)
+    (tmp_path / "a.txt").write_text("ab" * 9999 + "a\n")
     data = prepared(tmp_path, sources=(str(tmp_path / "a.txt"),), val_share=0.25)
     assert [len(t) for t in texts(data, "val")] == [5000]
 

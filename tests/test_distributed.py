@@ -19,14 +19,18 @@ from runs import numbers, run, small
 pytestmark = pytest.mark.slow
 
 
-def torchrun(config, folder, processes=2):
+def torchrun(config, folder, processes=2, before=""):
+    """The run as processes of torchrun, each after the Python of `before`."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "config.toml"
+    file, script = folder / "config.toml", folder / "script.py"
     file.write_text(to_toml(to_table(config)))
+    script.write_text(
+        f"{before}\nimport sys\nfrom multigate.__main__ import main\nsys.exit(main())"
+    )
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *launch, "-m", "multigate", "train", "--config", str(file)],
+        [sys.executable, *launch, str(script), "train", "--config", str(file)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,7 +39,10 @@ def torchrun(config, folder, processes=2):
 
 
 def finished(process, timeout=240):
-    shown, _ = process.communicate(timeout=timeout)
+    try:
+        shown, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
     assert process.returncode == 0, shown
     return shown
 
@@ -93,6 +100,67 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(before, after, da
     a, b = (load_model(*open_run(c.folder, "last")) for c in (whole, parts))
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
+
+
+FULL_DISK = """
+import os
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+write, calls = FileSystemWriter._write_data, []
+def refuse(self, *arguments):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 2:
+        raise OSError(28, "No space left on device")
+    return write(self, *arguments)
+FileSystemWriter._write_data = refuse
+"""
+
+
+def test_a_full_disk_under_one_process_loses_nothing(data, tmp_path):
+    """The second of three sharded checkpoints fails on one process: all warn and go on."""
+    config = small(data, tmp_path, parallel="fsdp", keep=9)
+    shown = finished(torchrun(config, tmp_path, before=FULL_DISK))
+    assert "warning: a checkpoint could not be written" in shown
+    assert "No space left on device): the last good one is step-00000004" in shown
+    assert [p.name for p in checkpoints(config.folder)] == ["step-00000004", "step-00000012"]
+    assert not list((config.folder / "checkpoints").glob(".*"))
+    assert values(config, "step") == list(range(1, 13))
+
+
+NOT_FINITE = """
+import os
+from multigate.train import Run
+backward = Run._backward
+def poisoned(self, batches):
+    loss = backward(self, batches)
+    return loss * float("nan") if os.environ["RANK"] == "1" and self.session.step == 4 else loss
+Run._backward = poisoned
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_in_one_process_is_left_out_by_all(parallel, data, tmp_path):
+    config = small(data, tmp_path, parallel=parallel, steps=8)
+    shown = finished(torchrun(config, tmp_path, before=NOT_FINITE))
+    assert shown.count("not finite, the step is left out") == 1
+    losses = values(config, "loss")
+    assert losses[4] is None
+    assert all(loss is not None for k, loss in enumerate(losses) if k != 4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "fp16"},
+        {"checkpoint_activations": True, "model": {"attention": "moda-ffn"}},
+    ],
+)
+def test_sharded_in_other_ways(settings, data, tmp_path):
+    settings = {"steps": 8, "tokens_per_step": 256, "micro_batch": 2, **settings}
+    one = small(data, tmp_path / "one", **settings)
+    run(one)
+    two = small(data, tmp_path / "two", parallel="fsdp", **settings)
+    finished(torchrun(two, tmp_path))
+    assert values(two, "loss") == pytest.approx(values(one, "loss"), abs=1e-3)
 
 
 def test_a_sharded_checkpoint_can_be_evaluated(data, tmp_path):

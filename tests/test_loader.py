@@ -148,14 +148,14 @@ def test_sentences(data, split):
         Loader(split, 100000, 8)
     state = Loader(split, CONTEXT, 8).state_dict()
     for loader, sentence in (
-        (Loader(split, CONTEXT, 8, seed=1), "state is of another seed: it says 0, and the loader"),
-        (Loader(split, CONTEXT - 1, 8), "state is of another context: it says 16, and the loader"),
-        (Loader(data.split("val"), CONTEXT, 8), "state is of another split: it says 'train'"),
+        (Loader(split, CONTEXT, 8, seed=1), r"begun with another seed \(0, now 1\)"),
+        (Loader(split, CONTEXT - 1, 8), r"begun with another context \(16, now 15\)"),
+        (Loader(data.split("val"), CONTEXT, 8), "begun with another split .'train', now 'val'"),
     ):
         with pytest.raises(ValueError, match=sentence):
             loader.load_state_dict(state)
         assert loader.position == 0
-    with pytest.raises(ValueError, match="state is of other data: it says 'x'"):
+    with pytest.raises(ValueError, match="begun with other data .'x', now"):
         Loader(split, CONTEXT, 8).load_state_dict({**state, "fingerprint": "x"})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,8 +59,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, data, tmp_path, mon
     assert result.step in (7, 8)
     assert f"stopped by {number.name} after step {result.step}, which is saved" in shown
     assert checkpoints(parts.folder)[-1].name == f"step-{result.step:08d}"
+    stopped = result.step
     result, shown, _ = run(parts)
-    assert f"going on from step-0000000{result.step if result.step < 20 else ''}" in shown
+    assert f"going on from step-{stopped:08d}" in shown
     assert (result.step, result.signal) == (20, None)
     assert_the_same(whole, parts)
 
@@ -72,6 +74,55 @@ def test_insisting_interrupts_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_in_the_last_step_leaves_a_finished_run(data, tmp_path, monkeypatch):
+    config = small(data, tmp_path, steps=5)
+    save = Run._save
+
+    def signalled(self):
+        signal.raise_signal(signal.SIGTERM)
+        save(self)
+
+    monkeypatch.setattr(Run, "_save", signalled)
+    result, shown, _ = run(config)
+    assert result.signal in (None, signal.SIGTERM)
+    assert (result.signal is None) == (result.step == 5)
+    monkeypatch.setattr(Run, "_save", save)
+    result, shown, _ = run(config)
+    assert (result.step, result.signal) == (5, None)
+    assert "train loss" in shown
+
+
+def test_one_process_at_a_time(data, tmp_path):
+    """The same command given twice, or two that share a name by accident."""
+    config = small(data, tmp_path)
+    config.folder.mkdir(parents=True)
+    code = f"""
+import time
+from pathlib import Path
+from multigate.lock import locked
+with locked(Path({str(config.folder / ".lock")!r}), "taken"):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(OSError, match="another process is training .*: give this run another"):
+            run(config)
+        other.kill()
+    assert run(config)[0].step == 12
+
+
+def test_going_on_in_another_precision(data, tmp_path):
+    whole = run(small(data, tmp_path / "whole", steps=20))[2]
+    config = small(data, tmp_path / "parts", steps=20)
+    run(config)
+    for later in checkpoints(config.folder)[1:]:
+        shutil.rmtree(later)
+    _, shown, log = run(small(data, tmp_path / "parts", steps=20, precision="fp16"))
+    assert "going on from step-00000016" in shown
+    assert [r["loss"] for r in log] == pytest.approx([r["loss"] for r in whole], abs=0.02)
 
 
 def test_epochs_and_accumulation_survive(data, tmp_path, monkeypatch):
@@ -151,7 +202,7 @@ def test_ten_kills_at_random_steps(data, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6])
 def test_a_kill_in_the_middle_of_a_checkpoint_write(call, data, tmp_path):
     """SIGKILL in front of the n-th fsync: no file, half of them, all but the rename, the next."""
     whole, parts = (small(data, tmp_path / n, save_every=3) for n in ("whole", "parts"))

@@ -202,3 +202,15 @@ def test_a_damaged_tokenizer(folder):
     change_header(folder, tokenizer={**header["tokenizer"], "kind": "jsn"})
     with pytest.raises(ValueError, match="unknown kind of tokenizer 'jsn': did you mean 'json'"):
         open_data(folder, verify=False).tokenizer()
+
+
+def test_a_token_beyond_the_vocabulary_is_found(tmp_path):
+    """A header that says less than the shards hold: the model would have no row for the token."""
+    (tmp_path / "text.txt").write_text("zebra " * 100)
+    folder = tmp_path / "data"
+    prepare(PrepareConfig(out=folder, sources=(str(tmp_path / "text.txt"),)), progress=print)
+    header = json.loads((folder / "data.json").read_text())
+    header["vocab_size"] = 100
+    (folder / "data.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match="holds the token 122 in the split 'train', beyond"):
+        open_data(folder)

@@ -9,7 +9,9 @@ import torch
 import multigate as mg
 from multigate.checkpoint import checkpoints, open_run
 from multigate.config import resolve
-from multigate.evals import evaluate
+from multigate.data import open_data
+from multigate.distributed import World
+from multigate.evals import Score, _batches, evaluate
 from multigate.evaluate import load_model
 from multigate.log import read_log
 from runs import losses, prepared, run, small, write_documents
@@ -132,8 +134,6 @@ def test_evaluation_reads_every_token_once(data, tmp_path):
     config = small(data, tmp_path, steps=2)
     run(config)
     model = load_model(*open_run(config.folder))
-    from multigate.data import open_data
-
     split = open_data(data).split("val")
     (shard,) = split.shards
     tokens = torch.from_numpy(shard.astype("int64"))
@@ -154,6 +154,30 @@ def test_evaluation_reads_every_token_once(data, tmp_path):
     assert part.loss == pytest.approx(score.loss, abs=0.2)
 
 
+def test_the_held_out_windows_do_not_depend_on_the_number_of_processes(data):
+    """And every process is called equally often, as sharded models have to be."""
+    split = open_data(data).split("val")
+    alone = [rows for rows, _ in _batches(split, 32, 4, 31 * 32, World())]
+    assert sum(len(rows) for rows in alone) == 31
+    for size in (2, 3, 4, 40):
+        shared = [list(_batches(split, 32, 4, 31 * 32, World(r, size))) for r in range(size)]
+        assert len({len(batches) for batches in shared}) == 1
+        counted = [rows for batches in shared for rows, counts in batches if counts]
+        together = torch.cat(counted)
+        assert len(together) == 31
+        assert sorted(together.tolist()) == sorted(torch.cat(alone).tolist())
+
+
+def test_a_hopeless_loss_has_a_perplexity(tmp_path):
+    assert Score(1000.0, 1, 1.0).perplexity == math.inf
+
+
+def test_without_muon_its_rate_is_not_logged(data, tmp_path):
+    _, _, log = run(small(data, tmp_path, optim={"muon": False}, steps=3))
+    assert "lr_muon" not in log[0]
+    assert log[0]["lr_adamw"] > 0
+
+
 def test_new_training_from_a_runs_weights(data, tmp_path):
     first, *_ = run(small(data, tmp_path, name="first", steps=40, eval_every=40))
     fresh = losses(small(data, tmp_path, name="fresh", steps=2))
@@ -167,7 +191,7 @@ def test_new_training_from_a_runs_weights(data, tmp_path):
 def test_text_is_prepared_when_it_has_to_be(tmp_path, monkeypatch):
     """One command from a folder of text to a model."""
     monkeypatch.chdir(tmp_path)
-    write_documents(tmp_path / "essays", count=200)
+    write_documents(tmp_path / "essays", count=400)
     config = small("essays", tmp_path / "runs", steps=2, residual="prenorm")
     _, shown, _ = run(config)
     assert "essays is prepared into data/essays-bytes first" in shown

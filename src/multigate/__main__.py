@@ -32,14 +32,12 @@ def train(arguments: Sequence[str]) -> int:
     from .config import resolve
     from .train import train
 
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files = argparse.ArgumentParser("multigate train", add_help=False, allow_abbrev=False)
     files.add_argument("--config", type=Path, action="append", default=[])
+    chosen, flags = files.parse_known_args(arguments)
     files.add_argument("--scale")
-    chosen, _ = files.parse_known_args(arguments)
-    default = resolve(chosen.scale, chosen.config)
-    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config", action="append")
-    _, flags = files.parse_known_args(arguments)
+    scale = files.parse_known_args(arguments)[0].scale
+    default = resolve(scale, chosen.config)
     note = "With --config FILE.toml (more than once if need be) settings are read from files."
     result = train(parse(type(default), flags, "train", default, note))
     return 0 if result.signal is None else 128 + result.signal
@@ -109,9 +107,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError, ArithmeticError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"multigate: {error}", file=sys.stderr)
+        print(f"multigate: {rank()}{error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            print(
+                f"multigate: {rank()}the GPU's memory is full: use a smaller --micro-batch, or "
+                "--checkpoint-activations True.",
+                file=sys.stderr,
+            )
+            return 1
+        if rank() and "onnection" in str(error):
+            # The first process has gone, and has said why.
+            return 1
+        raise
+
+
+def rank() -> str:
+    """Which process of torchrun's speaks, if it is not the first."""
+    number = os.environ.get("RANK", "0")
+    return "" if number == "0" else f"process {number}: "
 
 
 if __name__ == "__main__":

@@ -53,27 +53,35 @@ def plan(
     return Batching(windows, micro_batch, share // micro_batch)
 
 
-def most_windows(model: GPT, autocast: Callable[[], object]) -> int:
+def most_windows(model: GPT, autocast: Callable[[], object], shards: int = 1) -> int:
     """The most windows that fit a micro-batch on the model's device.
 
     On a GPU from two small passes without compilation, whose memory grows in proportion to the
     windows; compiled, the model needs less. Gradients, two optimizer states and a copy of the
-    parameters in the compute dtype have to fit beside it.
+    parameters in the compute dtype have to fit beside it, spread over `shards` devices.
     """
     device, context = model.embed.weight.device, model.config.context
     useful = max(1, MOST_TOKENS[device.type] // context)
     if device.type != "cuda":
         return useful
-    one, two = (_peak(model, autocast, windows) for windows in (1, 2))
-    parameters = model.parameter_count()
-    room = USABLE_MEMORY * torch.cuda.mem_get_info(device)[1] - parameters * (4 + 4 + 8 + 2)
-    fit = 1 + int((room - one) / max(two - one, 1))
+    too_large = ValueError(
+        f"one window of {context} tokens does not fit this GPU: choose a smaller scale or "
+        "context, --checkpoint-activations True, or --parallel fsdp on several GPUs."
+    )
+    try:
+        one = _peak(model, autocast, 1)
+    except torch.OutOfMemoryError:
+        raise too_large from None
+    try:
+        two = _peak(model, autocast, 2)
+    except torch.OutOfMemoryError:
+        return 1
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = USABLE_MEMORY * (torch.cuda.mem_get_info(device)[0] + cached)
+    room = free - model.parameter_count() * (4 + 8 + 2) / shards
     if room < one:
-        raise ValueError(
-            f"one window of {context} tokens does not fit this GPU: choose a smaller scale or "
-            "context, --checkpoint-activations True, or --parallel fsdp on several GPUs."
-        )
-    return min(fit, useful)
+        raise too_large
+    return min(1 + int((room - one) / max(two - one, 1)), useful)
 
 
 def _peak(model: GPT, autocast: Callable[[], object], windows: int) -> int:

@@ -10,12 +10,14 @@ Nothing here reads or writes a pickle.
 """
 
 import json
+import math
 import os
+import re
 import shutil
 import threading
-import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import Tensor
 from .distributed import World, barrier
 from .optim.sharded import is_sharded
 
-PREFIX = "step-"
+NAME = re.compile(r"step-\d{8,}")
 
 
 class CheckpointError(OSError):
@@ -34,7 +36,12 @@ class CheckpointError(OSError):
 
 def checkpoints(run: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob(f"{PREFIX}*") if p.is_dir())
+    found = (run / "checkpoints").glob("step-*")
+    return sorted(p for p in found if NAME.fullmatch(p.name) and p.is_dir())
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -49,9 +56,13 @@ def read_state(path: Path) -> dict[str, Any]:
 def best(run: Path) -> Path | None:
     """The checkpoint with the lowest validation loss; without any, the newest."""
     found = checkpoints(run)
-    losses = {p: read_state(p).get("val_loss") for p in found}
-    known = {p: loss for p, loss in losses.items() if loss is not None}
-    return min(known, key=known.__getitem__) if known else (found[-1] if found else None)
+    losses = dict[Path, float]()
+    for path in found:
+        with suppress(CheckpointError):
+            loss = read_state(path).get("val_loss")
+            if loss is not None and math.isfinite(loss):
+                losses[path] = loss
+    return min(losses, key=losses.__getitem__) if losses else (found[-1] if found else None)
 
 
 def open_run(run: Path, which: str = "best") -> tuple[Path, dict[str, Any]]:
@@ -67,16 +78,21 @@ def open_run(run: Path, which: str = "best") -> tuple[Path, dict[str, Any]]:
     return path, read_state(path)
 
 
-def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
+def read_tensors(path: Path, targets: Mapping[str, Tensor], optional: str | None = None) -> None:
     """Copy what the checkpoint holds under the names of `targets` into them, in place.
 
-    A name that is not there, or has another shape, is one sentence, and nothing is changed.
+    A name that is not there, or has another shape, is one sentence, and nothing is changed; names
+    that begin with `optional` may be missing.
     """
     from safetensors import SafetensorError, safe_open
 
     files = sorted(path.glob("*.safetensors"))
     try:
         shapes = _shapes(files)
+        if optional is not None:
+            targets = {
+                k: t for k, t in targets.items() if k in shapes or not k.startswith(optional)
+            }
         for name, target in targets.items():
             if name not in shapes:
                 raise ValueError(
@@ -97,9 +113,10 @@ def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
             with safe_open(file, framework="pt") as stored, torch.no_grad():
                 for name in set(stored.keys()) & set(targets):
                     targets[name].copy_(stored.get_tensor(name))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, dcp_error()) as error:
         raise CheckpointError(
-            f"the checkpoint {path} is damaged ({error}): remove it to go on from the one before."
+            f"the checkpoint {path} is damaged ({reason(error)}): remove it to go on from the one "
+            "before."
         ) from None
 
 
@@ -141,8 +158,6 @@ class Saver:
     def __init__(self, run: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = run / "checkpoints", keep, world
         self.run = run
-        self.seconds = 0.0
-        """How long the last write took, from the end of the copy to the rename."""
         self._copies = dict[str, Tensor]()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -166,14 +181,15 @@ class Saver:
         state: Mapping[str, Any],
     ) -> None:
         self.wait()
-        name = f"{PREFIX}{step:08d}"
+        name = checkpoint_path(self.run, step).name
         tensors = {**model, **training}
         if any(map(is_sharded, tensors.values())):
             self._write_sharded(name, tensors, state)
         elif self.world.first:
             copies = self._copy(tensors)
-            done = torch.cuda.Event() if torch.cuda.is_available() else None
-            if done is not None:
+            done = None
+            if any(t.is_cuda for t in tensors.values()):
+                done = torch.cuda.Event()
                 done.record()
             groups = {
                 "model.safetensors": {k: copies[k] for k in model},
@@ -194,15 +210,15 @@ class Saver:
             kept = checkpoints(self.run)
             last = f"the last good one is {kept[-1].name}" if kept else "there is none before it"
             raise CheckpointError(
-                f"a checkpoint could not be written to {self.folder} ({error}): {last}; free some "
-                "space or change the folder's rights, and run the same command to go on."
+                f"a checkpoint could not be written to {self.folder} ({reason(error)}): {last}; "
+                "free some space or change the folder's rights, and run the same command to go on."
             )
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the CPU, into buffers that are made once; from a GPU without waiting for it."""
         self._make_buffers(tensors)
         for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor.detach(), non_blocking=True)
+            self._copies[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         return self._copies
 
     def _make_buffers(self, tensors: Mapping[str, Tensor]) -> None:
@@ -224,13 +240,11 @@ class Saver:
         try:
             if done is not None:
                 done.synchronize()
-            begin = time.perf_counter()
             aside.mkdir()
             for file, tensors in groups.items():
                 save_file(tensors, aside / file, metadata={"format": "pt"})
                 fsync(aside / file)
             self._finish(aside, name, state)
-            self.seconds = time.perf_counter() - begin
         except BaseException as error:
             self._error = error
             shutil.rmtree(aside, ignore_errors=True)
@@ -247,9 +261,10 @@ class Saver:
             save(dict(tensors), storage_writer=writer)
             if self.world.first:
                 self._finish(aside, name, state)
-        except Exception as error:
+        except (Exception, dcp_error()) as error:
             self._error = error
-            shutil.rmtree(aside, ignore_errors=True)
+            if self.world.first:
+                shutil.rmtree(aside, ignore_errors=True)
         barrier(self.world)
 
     def _finish(self, aside: Path, name: str, state: Mapping[str, Any]) -> None:
@@ -265,6 +280,21 @@ class Saver:
                 # Renamed first: what is half deleted must not look like a checkpoint.
                 gone = old.rename(self.folder / f".{old.name}")
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def dcp_error() -> type[BaseException]:
+    """What `torch.distributed.checkpoint` raises; no `Exception`, strangely."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException
+
+
+def reason(error: BaseException) -> str:
+    """In one line; of a failure on several processes, the first."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def fsync(path: Path) -> None:

@@ -202,6 +202,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no configuration file {path}.") from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read as a configuration: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}.") from None
 
@@ -221,7 +223,7 @@ def resolve(scale: str | None = None, files: Sequence[Path] = ()) -> TrainConfig
     tables = [(str(path), read_toml(path)) for path in files]
     named = [table["scale"] for _, table in tables if "scale" in table]
     chosen = scale or (named[-1] if named else TrainConfig.scale)
-    if chosen not in PRESETS:
+    if not isinstance(chosen, str) or chosen not in PRESETS:
         raise ValueError(unknown("scale", chosen, PRESETS))
     recipe = recipe_path(chosen)
     config = from_table(TrainConfig(), read_toml(recipe), str(recipe))

@@ -30,7 +30,7 @@ TOKENS = 65536
 class DemoConfig:
     """Train two tiny GPTs on the source text of this Python's standard library and compare them."""
 
-    steps: int = 1000
+    steps: int = 700
     """Training steps of each model."""
     seed: int = 0
 
@@ -66,6 +66,7 @@ def recipe(config: DemoConfig) -> TrainConfig:
         seed=config.seed,
         device="cpu",
         tokens_per_step=8 * CONTEXT,
+        eval_tokens=TOKENS // 4,
         model=ModelChanges(context=CONTEXT),
         optim=replace(tiny.optim, warmup=min(tiny.optim.warmup, config.steps // 4)),
     )
@@ -74,7 +75,8 @@ def recipe(config: DemoConfig) -> TrainConfig:
 def _train(name: str, data: TokenData, config: DemoConfig, place: Path, console: Console) -> GPT:
     console.rule(name)
     run = replace(recipe(config), residual=name, data=str(data.folder), out=place, name=name)
-    train(run, console)
+    if train(run, console).signal is not None:
+        raise KeyboardInterrupt
     return load_model(*open_run(place / name, "last"))
 
 

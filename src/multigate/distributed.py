@@ -23,7 +23,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     launched: bool = False
     """Whether torchrun started this process; true also for one alone."""
 
@@ -35,7 +34,7 @@ class World:
 @contextmanager
 def join(device: str) -> Iterator[World]:
     """The world torchrun describes in the environment, joined for the length of the context."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World()
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -51,7 +50,7 @@ def join(device: str) -> Iterator[World]:
     # gloo beside nccl: checkpoints and agreements travel between CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
-        yield World(rank, size, local, launched=True)
+        yield World(rank, size, launched=True)
     finally:
         dist.destroy_process_group()
 
@@ -115,6 +114,15 @@ def mean_over(world: World, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         values /= world.size
     return values
+
+
+def least_over(world: World, number: int) -> int:
+    """The least of all processes' numbers, on all of them."""
+    if world.size > 1:
+        value = torch.tensor(number)
+        dist.all_reduce(value, dist.ReduceOp.MIN)
+        return int(value)
+    return number
 
 
 def barrier(world: World) -> None:

@@ -26,7 +26,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
@@ -46,12 +46,12 @@ def evaluate(
     world = world or World()
     device, context = model.embed.weight.device, model.config.context
     total = torch.zeros(2, dtype=torch.float64)
-    for rows in _batches(split, context, batch, most, world):
+    for rows, counts in _batches(split, context, batch, most, world):
         rows = rows.to(device)
         with autocast():
             loss = model(rows[:, :-1], rows[:, 1:])
-        predicted = rows[:, 1:].numel()
-        total += torch.tensor([loss.double().item() * predicted, predicted], dtype=torch.float64)
+        predicted = rows[:, 1:].numel() if counts else 0
+        total += torch.tensor([loss.item() * predicted, predicted], dtype=torch.float64)
     if world.size > 1:
         dist.all_reduce(total)
     loss, tokens = total[0].item() / total[1].item(), int(total[1].item())
@@ -60,27 +60,22 @@ def evaluate(
 
 def _batches(
     split: Split, context: int, batch: int, most: int | None, world: World
-) -> Iterator[Tensor]:
+) -> Iterator[tuple[Tensor, bool]]:
+    """This process's rows, and whether they count: all processes give equally many batches,
+    because sharded models have to be called in step, and one may have a row less."""
     available = split.windows(context)
-    if most is None:
-        chosen = np.arange(available)
-    else:
-        # The same number for every process: sharded models have to be called in step.
-        count = min(available, max(1, most // context)) // world.size * world.size
-        if count == 0:
-            raise ValueError(
-                f"the {split.name} split has {available} windows of {context} tokens, too few for "
-                f"{world.size} processes: prepare more held-out text."
-            )
-        chosen = np.linspace(0, available - 1, count).astype(np.int64)[world.rank :: world.size]
-    for begin in range(0, len(chosen), batch):
-        rows = split.rows(chosen[begin : begin + batch], context)
-        yield torch.from_numpy(rows.astype(np.int64))
-    if most is None:
+    count = available if most is None else min(available, max(1, most // context))
+    chosen = np.linspace(0, available - 1, count).astype(np.int64)
+    own = chosen[world.rank :: world.size]
+    for begin in range(0, -(-count // world.size), batch):
+        indices = own[begin : begin + batch]
+        rows = split.rows(indices if len(indices) else chosen[:1], context)
+        yield torch.from_numpy(rows.astype(np.int64)), len(indices) > 0
+    if most is None and world.first:
         for shard in split.shards:
             rest = shard[(len(shard) - 1) // context * context :]
             if len(rest) > 1:
-                yield torch.from_numpy(rest.astype(np.int64))[None]
+                yield torch.from_numpy(rest.astype(np.int64))[None], True
 
 
 @torch.no_grad()

@@ -38,6 +38,12 @@ class EvalConfig:
     json: bool = False
     """Print one line of JSON and nothing else."""
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
 
 def load_model(path: Path, state: dict[str, Any]) -> GPT:
     """The model of a checkpoint, with its weights, on the CPU."""

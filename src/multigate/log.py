@@ -4,6 +4,7 @@ log.jsonl has one object a line: {"event": "train", "step": 1, "loss": ...} for 
 once however often the run was interrupted; "val" for evaluations; "start", "checkpoint", ...
 """
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,14 +62,20 @@ class WeightsAndBiases:
         known = run / "wandb-id"
         identity = known.read_text() if known.exists() else uuid.uuid4().hex[:8]
         known.write_text(identity)
-        self._run = wandb.init(
-            project="multigate",
-            name=name,
-            id=identity,
-            resume="allow",
-            dir=str(run),
-            config=dict(config),
-        )
+        try:
+            self._run = wandb.init(
+                project="multigate",
+                name=name,
+                id=identity,
+                resume="allow",
+                dir=str(run),
+                config=dict(config),
+            )
+        except wandb.errors.Error as error:
+            raise ValueError(
+                f"Weights & Biases refused the run ({error}): log in with `wandb login`, or set "
+                "WANDB_MODE=offline."
+            ) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -84,7 +92,8 @@ TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
 
 def read_log(run: Path, event: str = "train") -> list[dict[str, Any]]:
     """The records of one kind in a run's log, in order."""
-    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    path = run / "log.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [r for r in map(json.loads, lines) if r["event"] == event]
 
 
@@ -122,12 +131,17 @@ class Log:
     ) -> None:
         self.console = console or Console()
         self.steps = steps
-        rewind(run / "log.jsonl", step)
-        self._file = (run / "log.jsonl").open("a", encoding="utf-8")
+        self.path = run / "log.jsonl"
+        rewind(self.path, step)
+        # Unbuffered: a line is in the file when it has been written, whatever kills the process.
+        self._file = self.path.open("ab", buffering=0)
+        self._unwritten = b""
+        """Lines that a full disk has refused so far."""
         self._trackers: list[Tracker] = [TRACKERS[t](run, run.name, config, step) for t in trackers]
         self._begin = time.perf_counter()
         self._first: int | None = None
-        self._recent = deque[float](maxlen=MOVING_AVERAGE)
+        before = [r["loss"] for r in read_log(run) if r["loss"] is not None]
+        self._recent = deque[float](before, maxlen=MOVING_AVERAGE)
         self._shown: dict[str, str] = {}
         self._last_line = self._begin
         self._progress = Progress(
@@ -144,8 +158,14 @@ class Log:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
-        self._file.flush()
+        line = json.dumps({"event": event, "step": step, **values}) + "\n"
+        warned = bool(self._unwritten)
+        self._unwritten += line.encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not warned:
+                self.say(f"warning: {self.path} cannot be written ({error.strerror}), trying on")
 
     def train(
         self, step: int, values: Mapping[str, float | None], shown: Mapping[str, str]
@@ -169,13 +189,33 @@ class Log:
 
     def sync(self) -> None:
         """Until the log is on the disk."""
-        os.fsync(self._file.fileno())
+        try:
+            self._write()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(
+                f"{self.path} cannot be written ({error.strerror}): there will be no checkpoint "
+                "until it can; free some space."
+            ) from None
 
     def close(self) -> None:
         self._progress.stop()
+        with suppress(OSError):
+            self._write()
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _write(self) -> None:
+        """All that is unwritten, or nothing of it: half a line would spoil the next."""
+        end = self.path.stat().st_size
+        try:
+            if self._file.write(self._unwritten) < len(self._unwritten):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._unwritten = b""
+        except OSError:
+            os.truncate(self.path, end)
+            raise
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:

@@ -3,6 +3,7 @@
 A `Session` is either new or put back to where its newest checkpoint was made.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,28 +13,45 @@ import torch
 from torch import Tensor
 
 from . import batching
-from .checkpoint import checkpoints, open_run, read_state, read_tensors
+from .checkpoint import (
+    checkpoint_path,
+    checkpoints,
+    open_run,
+    read_state,
+    read_tensors,
+)
 from .config import TrainConfig, differences, to_table
 from .data import Loader, PrepareConfig, open_data, prepare
+from .data.shards import HEADER, PROGRESS
 from .device import Compute, LossScale, versions
-from .distributed import World, barrier, parallelise
+from .distributed import World, least_over, parallelise
 from .gpt import GPT
 from .optim import build_optimizer
 from .residuals import build_residual
 
+ANY_WEIGHTS = {"context", "stream_dtype"}
+"""What of a model's configuration its weights do not depend on."""
 
-def find_data(given: str, tokenizer: str, world: World, say: Callable[[str], None]) -> Path:
-    """The prepared folder that `given` is, or that is now made of it, in ./data."""
-    folder = Path(given)
-    if (folder / "data.json").exists() or (folder / "progress.json").exists():
+
+def find_data(given: str, tokenizer: str, first: bool, say: Callable[[str], None]) -> Path:
+    """The prepared folder that `given` is, or that is now made of it, in ./data.
+
+    The first process prepares, which may take hours, and the others wait for its header; so this
+    comes before the processes join, whose patience with each other is limited.
+    """
+    source = Path(given)
+    if (source / HEADER).exists() or (source / PROGRESS).exists():
+        return source
+    folder = Path("data") / f"{source.name}-{Path(tokenizer).stem}".replace(":", "")
+    if not first:
+        while not (folder / HEADER).exists():
+            time.sleep(0.5)
         return folder
-    label = f"{folder.name}-{Path(tokenizer).stem}".replace(":", "")
-    folder = Path("data") / label
-    if world.first:
-        if not (folder / "data.json").exists():
-            say(f"{given} is prepared into {folder} first")
-        prepare(PrepareConfig(out=folder, sources=(given,), tokenizer=tokenizer))
-    barrier(world)
+    if not (folder / HEADER).exists():
+        say(f"{given} is prepared into {folder} first")
+    # Without the slash a path may end with.
+    word = str(source) if source.exists() else given
+    prepare(PrepareConfig(out=folder, sources=(word,), tokenizer=tokenizer))
     return folder
 
 
@@ -49,7 +67,7 @@ class Session:
     """Everything that training changes, and what it needs to do so."""
 
     def __init__(
-        self, config: TrainConfig, compute: Compute, world: World, say: Callable[[str], None]
+        self, config: TrainConfig, compute: Compute, world: World, data_folder: Path
     ) -> None:
         self.config, self.compute, self.world = config, compute, world
         self.folder = config.folder
@@ -57,13 +75,16 @@ class Session:
         """Steps done."""
         self.bad = 0
         """How many of them, the last ones in a row, were left out as not finite."""
-        check_model(config)
         self.resumed = self._newest()
         stored = read_state(self.resumed) if self.resumed is not None else None
         if stored is not None:
             self._check_same_run(stored)
-        folder = find_data(config.data, config.tokenizer, world, say)
-        self.data = open_data(folder, verify=config.verify_data and world.first)
+        self.data = open_data(data_folder, verify=config.verify_data and world.first)
+        if "val" not in self.data.splits():
+            raise ValueError(
+                f"{data_folder} has no held-out text, its documents are too few to choose from: "
+                "prepare it with a larger --val-share, or with --val and a source of its own."
+            )
         self.val = self.data.split("val")
         self.model = self._build()
         self.val.windows(self.model.config.context)  # none at all is said before training
@@ -124,13 +145,24 @@ class Session:
         yield from self.compute.reasons
 
     def _newest(self) -> Path | None:
+        """The first process's newest checkpoint, which all others have to see as well."""
         found = checkpoints(self.folder)
         if found and self.config.resume == "never":
             raise ValueError(
                 f"{self.folder} holds a run already: give this one another --name, or let it go on "
                 "with --resume auto."
             )
-        return found[-1] if found else None
+        own = int(found[-1].name.removeprefix("step-")) if found and self.world.first else -1
+        step = -least_over(self.world, -own)
+        if step < 0:
+            return None
+        path = checkpoint_path(self.folder, step)
+        if not path.exists():
+            raise ValueError(
+                f"this process does not see {path}, which the first one does: all machines of a "
+                "run need the same --out folder, on a disk they share."
+            )
+        return path
 
     def _check_same_run(self, stored: dict[str, Any]) -> None:
         changed = differences(stored["config"], self.config)
@@ -159,6 +191,13 @@ class Session:
                 f"{run} was trained with another tokenizer than that of {self.data.folder}: "
                 "prepare the data with the tokenizer file in the folder of the run's data."
             )
+        ours = asdict(model.config)
+        changed = [k for k in ours if k not in ANY_WEIGHTS and stored["model"].get(k) != ours[k]]
+        if changed:
+            said = ", ".join(f"{k} {stored['model'].get(k)} -> {ours[k]}" for k in changed)
+            raise ValueError(
+                f"{run} is of another architecture ({said}): start from a run of the same one."
+            )
         read_tensors(path, model.state_dict())
 
     def _plan(self, stored: dict[str, Any] | None) -> batching.Batching:
@@ -170,16 +209,19 @@ class Session:
             micro = stored["micro_batch"]
 
         def most() -> int:
-            return batching.most_windows(self.model, self.compute.autocast)
+            shards = size if config.parallel == "fsdp" else 1
+            fit = batching.most_windows(self.model, self.compute.autocast, shards)
+            return least_over(self.world, fit)
 
         return batching.plan(config.tokens_per_step, context, size, micro, most)
 
     def _restore(self, path: Path, stored: dict[str, Any]) -> None:
         self.loader.load_state_dict(stored["loader"])
         weights, rest = self.tensors()
-        read_tensors(path, {**weights, **rest})
+        # A run begun in another precision has no scale: it starts from where it always does.
+        read_tensors(path, {**weights, **rest}, optional="loss_scale.")
         torch.set_rng_state(rest["rng.cpu"])
-        if self.compute.device.type == "cuda" and stored["cuda_rng"] is not None:
+        if self.compute.device.type == "cuda" and stored.get("cuda_rng") is not None:
             cuda_rng = torch.tensor(stored["cuda_rng"], dtype=torch.uint8)
             torch.cuda.set_rng_state(cuda_rng, self.compute.device)
         self.step, self.bad = stored["step"], stored["bad"]

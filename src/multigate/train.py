@@ -5,7 +5,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from .checkpoint import CheckpointError, Saver, checkpoints
 from .config import TrainConfig, to_table, to_toml
 from .device import LossScale, choose, compiled, to_host, versions
-from .distributed import accumulating, join, mean_over
+from .distributed import accumulating, join, least_over, mean_over
 from .evals import Score, evaluate, gates
+from .lock import locked
 from .log import MOVING_AVERAGE, Log, Silent, read_log
 from .meter import Meter
-from .session import Session
+from .session import Session, check_model, find_data
 from .signals import caught_signals
 
 
@@ -56,30 +58,54 @@ def train(config: TrainConfig, console: Console | None = None) -> Result:
     console = console or Console()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     compute = choose(config.device, config.precision, config.compile, local_rank)
-    with join(compute.device.type) as world, caught_signals() as caught:
-        say = console.print if world.first else (lambda text: None)
-        session = Session(config, compute, world, say)
+    check_model(config)
+    first = int(os.environ.get("RANK", 0)) == 0
+    say = console.print if first else (lambda text: None)
+    data = find_data(config.data, config.tokenizer, first, say)
+    with join(compute.device.type) as world, caught_signals() as caught, ExitStack() as stack:
+        if world.first:
+            stack.enter_context(run_folder(config.folder))
+        session = Session(config, compute, world, data)
+        stack.callback(session.loader.close)
         log = open_log(session, console) if world.first else Silent()
-        try:
-            return Run(session, log, caught).go()
-        finally:
-            session.loader.close()
-            log.close()
+        stack.callback(log.close)
+        return Run(session, log, caught).go()
 
 
-def open_log(session: Session, console: Console) -> Log:
-    """The run's folder, with its resolved configuration and its log."""
-    config, folder = session.config, session.folder
-    table = to_table(config)
-    try:
+@contextmanager
+def run_folder(folder: Path) -> Iterator[None]:
+    """Make the folder of a run, and keep others out of it."""
+    with writable(folder):
+        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(table), encoding="utf-8")
-        return Log(folder, table, config.steps, session.step, config.log, console)
+    lock = folder / ".lock"
+    try:
+        with locked(lock, f"another process is training {folder}: give this run another --name."):
+            yield
+    finally:
+        if new and not [path for path in folder.iterdir() if path != lock]:
+            lock.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OSError(
             f"the run cannot be kept in {folder} ({error.strerror}): choose a folder that can be "
             "written to with --out."
         ) from None
+
+
+def open_log(session: Session, console: Console) -> Log:
+    """The run's resolved configuration and its log."""
+    config, folder = session.config, session.folder
+    table = to_table(config)
+    with writable(folder):
+        (folder / "config.toml").write_text(to_toml(table), encoding="utf-8")
+        return Log(folder, table, config.steps, session.step, config.log, console)
 
 
 class Run:
@@ -98,6 +124,9 @@ class Run:
         self.forward: Callable[..., Tensor] = session.module
         if self.compute.compile:
             self.forward = compiled(session.module, log.say)
+        optim = self.config.optim
+        self.peaks = {"lr_muon": optim.lr_muon} if optim.muon else {}
+        self.peaks["lr_adamw"] = optim.lr_adamw
         self.meter = Meter(self.model, self.compute, self.world.size)
         self.pending = deque[Reading]()
         self.stop = False
@@ -116,10 +145,14 @@ class Run:
             if session.step % c.eval_every == 0 or session.step == c.steps:
                 self._evaluate()
             if session.step % c.save_every == 0:
-                self._save()
+                self._drain()
+                # Amid bad steps the last good checkpoint must not be rotated out.
+                if session.bad == 0:
+                    self._save()
         self._drain()
         self._save()
         self.saver.wait()
+        self.log.sync()
         return self._result()
 
     def _advance(self) -> None:
@@ -164,8 +197,7 @@ class Run:
         self.stop = self.stop or stop > 0
         values: dict[str, float | None] = {
             "loss": loss if math.isfinite(loss) else None,
-            "lr_muon": reading.share * self.config.optim.lr_muon,
-            "lr_adamw": reading.share * self.config.optim.lr_adamw,
+            **{name: reading.share * peak for name, peak in self.peaks.items()},
             "grad_norm": norm if math.isfinite(norm) else None,
             "tokens": reading.step * self.config.tokens_per_step,
             "tokens_per_second": round(speed),
@@ -184,7 +216,8 @@ class Run:
         last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
         raise NotFinite(
             f"the loss or its gradient was not finite in {self.session.bad} steps in a row up to "
-            f"step {step}: {last}; try a lower learning rate or a longer warm-up."
+            f"step {step}: {last}; try a lower learning rate or a longer warm-up, under another "
+            "--name."
         )
 
     def _drain(self) -> None:
@@ -194,7 +227,8 @@ class Run:
     def _evaluate(self) -> None:
         self._drain()
         split, autocast = self.session.val, self.compute.autocast
-        batch = max(1, self.session.plan.micro_batch // 4)
+        # Not compiled, for the sake of a quick start: a window takes more memory than in training.
+        batch = max(1, self.session.plan.micro_batch // (4 if self.compute.compile else 1))
         tokens = self.config.eval_tokens
         self.val = evaluate(self.model, split, batch, tokens, autocast, self.world)
         self.val_step = self.session.step
@@ -208,28 +242,34 @@ class Run:
         self.meter.pause()
 
     def _save(self) -> None:
-        self._drain()
+        """A checkpoint of the current step, unless there is one or the log lags behind it."""
         begin = time.perf_counter()
         step = self.session.step
-        if step == self.saved_step:
+        if step == self.saved_step or not self._ready_to_save():
             return
-        try:
-            self.saver.wait()
-        except CheckpointError as error:
-            # This one may succeed; the last one has to.
-            self.log.say(f"warning: {error}")
         fresh = self.val is not None and self.val_step == step
         state = {**self.session.state(), "val_loss": self.val.loss if self.val and fresh else None}
-        self.log.sync()
         self.saver.save(step, *self.session.tensors(), state)
         self.saved_step = step
         blocked = time.perf_counter() - begin
         self.log.event("checkpoint", step, blocked_seconds=round(blocked, 4))
         self.meter.pause()
 
+    def _ready_to_save(self) -> bool:
+        """What went wrong meanwhile is a warning: this time, or the next, may go well."""
+        ready = 1
+        for check in (self.saver.wait, self.log.sync):
+            try:
+                check()
+            except OSError as error:
+                self.log.say(f"warning: {error}")
+                ready = int(isinstance(error, CheckpointError))
+        return bool(least_over(self.world, ready))
+
     def _result(self) -> Result:
         session = self.session
-        number = self.caught[0] if self.caught else signal.SIGTERM if self.stop else None
+        finished = session.step == self.config.steps
+        number = None if finished else self.caught[0] if self.caught else signal.SIGTERM
         kept = checkpoints(session.folder)
         newest = kept[-1] if kept else None
         if not self.world.first:

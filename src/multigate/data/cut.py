@@ -8,8 +8,9 @@ from .sources import Part
 
 FEW = 3
 """Documents that should be held out at least, or the files are cut instead."""
-SMALLEST = 10_000
-"""Bytes of text below which nothing is cut."""
+SMALLEST_END = 1000
+"""Bytes that are held out of a file at least; `share` is raised for that, up to `MOST`."""
+MOST = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CutPart:
     def read(self, skip: int = 0, mark: None = None) -> Iterator[str]:
         for text in self.whole.read(skip):
             place = int(len(text) * (1 - self.share))
-            place = text.find("\n", place) + 1 or place
+            place = text.find("\n", place, len(text) - 1) + 1 or place
             yield text[place:] if self.held_out else text[:place]
 
 
@@ -48,7 +49,10 @@ def cut(parts: Sequence[Part], share: float) -> tuple[list[Part], list[Part]] | 
     files = [p for p in parts if isinstance(p, FilePart) and p.is_one_document]
     if share == 0 or len(files) < len(parts) or len(files) * share >= FEW:
         return None
-    if sum(SMALLEST if f.size is None else f.size for f in files) < SMALLEST:
+    known = [f.size for f in files if f.size is not None]
+    needed = SMALLEST_END * len(known) / max(1, sum(known)) if known else 0.0
+    if needed > MOST:
         return None
+    share = max(share, needed)
     train: list[Part] = [CutPart(f, share, held_out=False) for f in files]
     return train, [CutPart(f, share, held_out=True) for f in files]

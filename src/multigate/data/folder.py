@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from multigate import lock
+
 from .shards import HEADER, PROGRESS, read_header
 from .writer import ASIDE
 
@@ -31,19 +33,8 @@ def said(out: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep a second preparation out. The lock goes with the process, also with a killed one."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with (out / LOCK).open("w") as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise OSError(
-                f"another process is preparing {out}: wait until it has ended."
-            ) from error
+    """Keep a second preparation out."""
+    with lock.locked(out / LOCK, f"another process is preparing {out}: wait until it has ended."):
         try:
             yield
         finally:

@@ -94,6 +94,8 @@ class Loader:
             # The small dtype crosses; torch reuses pinned memory only after the copy out of it.
             rows = rows.to(self._device, non_blocking=True)
         x, y = rows[:, :-1].to(torch.int64), rows[:, 1:].to(torch.int64)
+        # Last, because the thread that this wakes takes turns with the caller's.
+        self._look_ahead()
         return x.to(self._device), y.to(self._device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,8 +108,8 @@ class Loader:
             if state.get(name) != value:
                 what = "other data" if name == "fingerprint" else f"another {name}"
                 raise ValueError(
-                    f"this loader's state is of {what}: it says {state.get(name)!r}, and the "
-                    f"loader has {value!r}."
+                    f"this was begun with {what} ({state.get(name)!r}, now {value!r}): go on with "
+                    "what it was begun with, or begin anew under another name."
                 )
         self._drop_ahead()
         self.position = state["position"]
@@ -132,17 +134,21 @@ class Loader:
         self._ahead.clear()
 
     def _next_rows(self) -> Tensor:
-        if self._pool is None:
+        self._look_ahead()
+        if not self._ahead:
             return self._rows(self.position)
-        while len(self._ahead) < self._prefetch + 1:
-            position = self.position + len(self._ahead) * self.batch
-            self._ahead.append(self._pool.submit(self._rows, position))
         try:
             return self._ahead.popleft().result()
         except BaseException:
             # Those that follow belong to later positions than the one that is tried next.
             self._drop_ahead()
             raise
+
+    def _look_ahead(self) -> None:
+        """Have the next `prefetch` batches from `position` on prepared."""
+        while self._pool is not None and len(self._ahead) < self._prefetch:
+            position = self.position + len(self._ahead) * self.batch
+            self._ahead.append(self._pool.submit(self._rows, position))
 
     def _rows(self, position: int) -> Tensor:
         """This process's windows of the step at `position`, in the dtype on disk."""

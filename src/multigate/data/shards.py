@@ -55,10 +55,11 @@ class Split:
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < ends[-1]:
             raise IndexError(f"the split {self.name!r} has windows 0 to {ends[-1] - 1} only.")
         places = np.searchsorted(ends, wanted, side="right")
-        starts = (wanted - np.concatenate([[0], ends])[places]) * context
+        inside = wanted - np.concatenate([[0], ends])[places]
         rows: Rows = np.empty((len(wanted), context + 1), self.dtype)
-        for row, place, start in zip(rows, places.tolist(), starts.tolist(), strict=True):
-            row[:] = self.shards[place][start : start + context + 1]
+        for place in np.unique(places):
+            here = places == place
+            rows[here] = windows_of(self.shards[place], context)[inside[here]]
         return rows
 
     def _ends(self, context: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -75,6 +76,13 @@ class Split:
         return ends
 
 
+def windows_of(shard: np.ndarray[Any, Any], context: int) -> np.ndarray[Any, Any]:
+    """All windows of a shard as the rows of a matrix; nothing is read or copied yet."""
+    shape = ((len(shard) - 1) // context, context + 1)
+    strides = (context * shard.itemsize, shard.itemsize)
+    return np.lib.stride_tricks.as_strided(shard, shape, strides, writeable=False)
+
+
 class TokenData:
     """A prepared folder, opened with `open_data`."""
 
@@ -85,9 +93,8 @@ class TokenData:
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(header["dtype"]).newbyteorder("<")
         self.fingerprint = fingerprint(header)
         """The same for the same tokens of the same tokenizer, and for no others."""
-        self.tokenizer_fingerprint: str = f"{header['tokenizer']['sha256']}/{self.eot}"
-        """The same for the same ids of the same text."""
         self.tokenizer_fingerprint = digest([header["tokenizer"]["sha256"], self.eot])
+        """The same for the same ids of the same text."""
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.folder, self.header["tokenizer"], self.eot)
@@ -115,6 +122,7 @@ def open_data(folder: Path | str, verify: bool = True) -> TokenData:
         files = shards if entry["file"] is None else [*shards, entry]
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda file: check_hash(folder / file["file"], file["sha256"]), files))
+        check_vocabulary(folder, header)
     return TokenData(folder, header)
 
 
@@ -151,6 +159,18 @@ def check_size(file: Path, expected: int) -> None:
             f"the shard {file} has {size} bytes instead of {expected}: it was cut short or "
             "changed, prepare the data again."
         )
+
+
+def check_vocabulary(folder: Path, header: dict[str, Any]) -> None:
+    """No token may lie beyond the vocabulary: a model of that size has no row for it."""
+    data = TokenData(folder, header)
+    for name in data.splits():
+        most = max((int(shard.max()) for shard in data.split(name).shards if len(shard)), default=0)
+        if most >= data.vocab_size:
+            raise ValueError(
+                f"{folder} holds the token {most} in the split {name!r}, beyond its vocabulary of "
+                f"{data.vocab_size}: prepare the data again."
+            )
 
 
 def check_hash(file: Path, expected: str) -> None:
