@@ -79,7 +79,9 @@ def test_make_demo():
 def test_make_demo_from_a_fresh_clone(tmp_path):
     shown = shell("make demo STEPS=2", fresh_copy(tmp_path))
     assert "GPT, mgr-competitive" in shown
-    assert (tmp_path / ".venv" / "bin" / "ruff").exists()
+    installed = tmp_path / ".venv" / "bin"
+    assert (installed / "multigate").exists()
+    assert not (installed / "ruff").exists(), "the demo needs nothing of the developers'"
 
 
 @pytest.mark.slow
@@ -143,6 +145,7 @@ def test_the_table_of_residuals_is_what_the_code_says():
 @pytest.mark.parametrize(
     ("command", "word"),
     [
+        ("prepare.py stdlib bpe:500 --mb 1 --repeat 1", "prepare / library"),
         ("train_speed.py --scale tiny --micro-batch 2 --steps 8 --device cpu", "whole / alone"),
         ("stream_dtype.py DATA --scale tiny --steps 2 --tokens 600 --out OUT", "bf16 - float32 ="),
     ],
