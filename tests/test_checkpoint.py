@@ -24,7 +24,7 @@ from multigate.distributed import World
 from multigate.evaluate import EvalConfig, evaluate, load_model
 from multigate.log import Log, read_log
 from multigate.train import NotFinite, Run
-from runs import losses, prepared, run, small
+from runs import losses, prepared, quiet, run, small
 
 
 def save(saver, step, val_loss=None):
@@ -246,6 +246,25 @@ def test_a_log_that_cannot_be_written_holds_checkpoints_back(data, tmp_path, mon
     assert 4 in steps
     assert 6 not in steps
     assert steps[-1] == 12
+
+
+def test_half_a_line_is_taken_back(tmp_path):
+    log = Log(tmp_path, {}, steps=9, console=quiet())
+    log.event("train", 1, loss=2.0)
+    whole, file = (tmp_path / "log.jsonl").read_bytes(), log._file
+
+    class Full:
+        def write(self, data):
+            return file.write(data[:7])
+
+    log._file = Full()
+    log.event("train", 2, loss=1.0)
+    log.event("train", 3, loss=0.5)
+    assert (tmp_path / "log.jsonl").read_bytes() == whole
+    log._file = file
+    log.event("train", 4, loss=0.25)
+    log.close()
+    assert [r["loss"] for r in read_log(tmp_path)] == [2.0, 1.0, 0.5, 0.25]
 
 
 @pytest.mark.slow

@@ -168,6 +168,27 @@ def test_the_held_out_windows_do_not_depend_on_the_number_of_processes(data):
         assert sorted(together.tolist()) == sorted(torch.cat(alone).tolist())
 
 
+def test_what_one_process_repeats_to_keep_in_step_is_not_counted(data, tmp_path, monkeypatch):
+    """The sums of 40 processes over 31 windows are those of one."""
+    config = small(data, tmp_path, steps=2)
+    run(config)
+    model = load_model(*open_run(config.folder))
+    split = open_data(data).split("val")
+    alone = evaluate(model, split, batch=4, most=31 * 32)
+    sums = []
+
+    def reduce(total):
+        sums.append(total.clone())
+        total.fill_(1)
+
+    monkeypatch.setattr("multigate.evals.dist.all_reduce", reduce)
+    for rank in range(40):
+        evaluate(model, split, 4, 31 * 32, world=World(rank, 40))
+    nats, tokens = torch.stack(sums).sum(0).tolist()
+    assert tokens == alone.tokens == 31 * 32
+    assert nats / tokens == pytest.approx(alone.loss, rel=1e-6)
+
+
 def test_a_hopeless_loss_has_a_perplexity(tmp_path):
     assert Score(1000.0, 1, 1.0).perplexity == math.inf
 
