@@ -1,6 +1,7 @@
 """Small runs of the trainer, for its tests."""
 
 import io
+import time
 from dataclasses import replace
 
 from rich.console import Console
@@ -70,6 +71,14 @@ def run(config):
     console = quiet()
     result = train(config, console)
     return result, console.file.getvalue(), read_log(config.folder)
+
+
+def wait_for_step(process, config, step):
+    """Until the log of a run that is a process of its own has `step`."""
+    log = config.folder / "log.jsonl"
+    while not (log.exists() and f'"train", "step": {step},' in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.01)
 
 
 def losses(config):

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from multigate.checkpoint import checkpoints, open_run, read_tensors
 from multigate.config import to_table, to_toml
 from multigate.evaluate import EvalConfig, evaluate, load_model
 from multigate.log import read_log
-from runs import numbers, run, small
+from runs import numbers, run, small, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -176,10 +175,7 @@ def test_a_signal_to_torchrun_saves_and_ends(parallel, data, tmp_path):
     settings = {"steps": 5000, "tokens_per_step": 256, "micro_batch": 4, "parallel": parallel}
     config = small(data, tmp_path, eval_every=5000, save_every=5000, **settings)
     process = torchrun(config, tmp_path)
-    log = config.folder / "log.jsonl"
-    while not (log.exists() and '"train", "step": 5,' in log.read_text()):
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for_step(process, config, 5)
     process.send_signal(signal.SIGTERM)
     shown, _ = process.communicate(timeout=120)
     step = len(read_log(config.folder))

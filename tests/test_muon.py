@@ -178,14 +178,18 @@ def test_muon_is_its_equations(steps, method, scale, nesterov):
         np.testing.assert_allclose(optimizer.state[after[k]]["momentum"], m, rtol=0, atol=1e-13)
 
 
-def torch_muon_after(params, gradients, **options):
-    params = [torch.nn.Parameter(p.clone()) for p in params]
-    optimizer = torch.optim.Muon(params, lr=0.05, weight_decay=0.3, momentum=0.9, **options)
+def stepped(optimizer, params, gradients):
     for gs in gradients:
         for p, g in zip(params, gs, strict=True):
             p.grad = g.clone()
         optimizer.step()
     return params
+
+
+def torch_muon_after(params, gradients, **options):
+    params = [torch.nn.Parameter(p.clone()) for p in params]
+    optimizer = torch.optim.Muon(params, lr=0.05, weight_decay=0.3, momentum=0.9, **options)
+    return stepped(optimizer, params, gradients)
 
 
 @pytest.mark.parametrize("scale", ["original", "match-rms-adamw"])
@@ -215,11 +219,7 @@ def peer_after(params, gradients, **options):
     params = [torch.nn.Parameter(p.clone()) for p in params]
     group = {"params": params, "use_muon": True, "lr": 0.05, "weight_decay": 0.3}
     optimizer = peers.Muon([group], momentum=0.9, **options)
-    for gs in gradients:
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    return params
+    return stepped(optimizer, params, gradients)
 
 
 @pytest.mark.parametrize("scale", ["original", "match-rms-adamw"])

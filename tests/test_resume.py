@@ -16,7 +16,7 @@ from multigate.config import to_table, to_toml
 from multigate.log import Log, read_log, rewind
 from multigate.signals import INSIST_SECONDS, caught_signals
 from multigate.train import Run
-from runs import numbers, run, small
+from runs import numbers, run, small, wait_for_step
 
 
 def weights(config):
@@ -234,10 +234,7 @@ def test_sigterm_to_a_process_ends_it_cleanly(data, tmp_path):
     process = subprocess.Popen(
         command(config, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    log = config.folder / "log.jsonl"
-    while not (log.exists() and '"step": 5,' in log.read_text()):
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for_step(process, config, 5)
     process.send_signal(signal.SIGTERM)
     shown, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .data.writer import sync_folder
 from .distributed import World, barrier
 from .optim.sharded import is_sharded
 
@@ -299,10 +300,8 @@ def reason(error: BaseException) -> str:
 
 def fsync(path: Path) -> None:
     """Until `path`, a file or a folder, is on the disk."""
-    if path.is_dir() and os.name != "posix":
+    if path.is_dir():
+        sync_folder(path)
         return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

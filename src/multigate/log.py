@@ -9,85 +9,21 @@ import json
 import math
 import os
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from .track import TRACKERS, Tracker
 
 MOVING_AVERAGE = 200
 """Steps over which the paper averages its training loss."""
 SECONDS_BETWEEN_LINES = 15.0
 """Where the output is no terminal, a plain line this often stands for the moving one."""
-
-
-class Tracker(Protocol):
-    """Somewhere else to log to."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    def __init__(self, run: Path, name: str, config: Mapping[str, Any], step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "logging to TensorBoard needs it: pip install 'multigate[track]'"
-            ) from None
-        # What an interrupted run wrote after the step it goes on from is hidden.
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    def __init__(self, run: Path, name: str, config: Mapping[str, Any], step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                "logging to Weights & Biases needs it: pip install 'multigate[track]'"
-            ) from None
-        known = run / "wandb-id"
-        identity = known.read_text() if known.exists() else uuid.uuid4().hex[:8]
-        known.write_text(identity)
-        try:
-            self._run = wandb.init(
-                project="multigate",
-                name=name,
-                id=identity,
-                resume="allow",
-                dir=str(run),
-                config=dict(config),
-            )
-        except wandb.errors.Error as error:
-            raise ValueError(
-                f"Weights & Biases refused the run ({error}): log in with `wandb login`, or set "
-                "WANDB_MODE=offline."
-            ) from None
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-}
 
 
 def read_log(run: Path, event: str = "train") -> list[dict[str, Any]]:
