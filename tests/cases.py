@@ -108,3 +108,8 @@ class Own(mg.Residual):
         h = (self.gain * new).to(x.dtype)
         h = h.movedim(-1, 0).contiguous().movedim(0, -1)
         return h, ((new, *written), x, new)
+
+
+def packed(state):
+    """The streams of Multi-Gate Residuals as one tensor [tokens, n, D], as a tuple or not."""
+    return state[0] if state[0].ndim == 3 else torch.stack(state, dim=-2)

@@ -1,5 +1,12 @@
+import os
+
 import pytest
 import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, if it is asked for before they are
+# defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The tensors of the tests are small: one thread is as fast, and `-n auto` has the other cores.
 torch.set_num_threads(1)

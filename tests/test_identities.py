@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multigate as mg
-from cases import DEPTH, DIM, Case, random_inputs, run
+from cases import DEPTH, DIM, Case, packed, random_inputs, run
 from multigate.ops.gate_pool import reference as maths
 from multigate.residuals.mhc import sinkhorn
 
@@ -208,7 +208,7 @@ def test_i_the_lerp_can_be_undone(variant):
     x, ys = random_inputs(50)
     _, states = run(residual, x, ys)
     for i in range(2, DEPTH):
-        (before,), (after,) = states[i], states[i + 1]
+        before, after = map(packed, states[i : i + 2])
         step = residual.steps[i]
         beta = maths.gate(before, step.w1, step.b1, variant, 1e-6).unsqueeze(-1)
         assert beta.min() > 0

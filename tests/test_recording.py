@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import DEPTH, Case, random_inputs, run
+from cases import DEPTH, Case, packed, random_inputs, run
 
 
 def recorded(name, **options):
@@ -23,15 +23,14 @@ def close(a, b):
 def test_multigate(name, streams):
     ys, hs, states, steps = recorded(name, streams=streams, bias_init=-2.0)
     for i in range(DEPTH):
-        before, after = states[i], states[i + 1]
-        pooled = after[0] if after[0].ndim == 3 else torch.stack(after, dim=-2)
+        before, after = map(packed, states[i : i + 2])
         alpha = steps[i]["alpha"]
         close(alpha.sum(-1), torch.ones(4, dtype=torch.float64))
-        close((alpha.unsqueeze(-1) * pooled).sum(-2), hs[i + 1])
+        close((alpha.unsqueeze(-1) * after).sum(-2), hs[i + 1])
         assert ("beta" in steps[i]) == (i >= streams - 1)
         if "beta" in steps[i]:
             beta = steps[i]["beta"].unsqueeze(-1)
-            close((1 - beta) * before[0] + beta * ys[i].unsqueeze(-2), after[0])
+            close((1 - beta) * before + beta * ys[i].unsqueeze(-2), after)
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,20 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def bench(arguments: Sequence[str]) -> int:
+    """measure the operations and whole training steps on this machine"""
+    from .bench import BenchConfig, bench
+
+    bench(parse(BenchConfig, arguments, "bench"))
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo,
     "prepare": prepare,
     "train": train,
     "eval": evaluate,
+    "bench": bench,
 }
 NEEDED = ("rich", "safetensors", "tokenizers", "tyro")
 

@@ -1,5 +1,6 @@
 """Multi-Gate Residuals: n streams, a gate to write them and attention to read them."""
 
+from collections.abc import Sequence
 from typing import ClassVar, TypeGuard, cast
 
 import torch
@@ -57,9 +58,15 @@ class MultiGateResidual(nn.Module):
             self.b1 = nn.Parameter(torch.full((n_stream,), float(init_bias)))
 
     def forward(
-        self, layer_output: Tensor, streams: Tensor, norm_weight: Tensor | None = None
+        self,
+        layer_output: Tensor,
+        streams: Tensor | Sequence[Tensor],
+        norm_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """layer_output [..., D], streams [..., n, D] -> h [..., D], new streams [..., n, D]."""
+        """layer_output [..., D], streams [..., n, D] -> h [..., D], new streams [..., n, D].
+
+        The streams may also come as n tensors [..., D].
+        """
         return gate_pool(
             layer_output,
             streams,
@@ -109,7 +116,7 @@ class MultiGate(Residual):
     competitive one; a number b sets the independent gate's biases to b and the competitive gate's
     carry logit to -b. Recorded: `alpha`, and `beta` where there is a gate.
 
-    State: the m streams as a tuple while they grow, then one tensor [..., n, D].
+    State: the m streams as a tuple while they grow; the first gate makes one tensor [..., n, D].
     """
 
     variant: ClassVar[str]
@@ -184,8 +191,11 @@ class MultiGate(Residual):
         return type(norm) is RMSNorm and norm.eps == self.eps
 
     def _batch_shape(self, i: int, state: State) -> torch.Size:
-        growing = i < self.streams - 1
-        return state[0].shape[:-1] if growing else state[0].shape[:-2]
+        return state[0].shape[:-2] if self._packed(i, state) else state[0].shape[:-1]
+
+    def _packed(self, i: int, state: State) -> bool:
+        """Whether the state before sublayer i is one tensor [..., n, D]."""
+        return i >= self.streams - 1 and len(state) == 1
 
     def _advance(
         self, i: int, y: Tensor | None, state: State, norm_weight: Tensor | None
@@ -194,24 +204,23 @@ class MultiGate(Residual):
         if isinstance(step, GrowthPool):
             assert y is not None, "step() has refused to skip a growth step"
             streams = (*state, y.to(state[0].dtype))
-            full = len(streams) == self.streams
-            h = self._pool(i, step.w2, streams, norm_weight)
-            return h, (torch.stack(streams, dim=-2),) if full else streams
+            return self._pool(i, step.w2, streams, norm_weight), streams
         step = cast(MultiGateResidual, step)
-        (streams,) = state
+        packed = self._packed(i, state)
+        if y is None and not packed:
+            return self._pool(i, step.w2, state, norm_weight), state
         if self._record is not None:
-            self.note(i, **step.coefficients(y, streams))
+            self.note(i, **step.coefficients(y, state[0] if packed else torch.stack(state, -2)))
         if y is None:
-            return step.read(streams, norm_weight), state
-        h, streams = step(y, streams, norm_weight)
-        return h, (streams,)
+            return step.read(state[0], norm_weight), state
+        h, new_streams = step(y, state[0] if packed else state, norm_weight)
+        return h, (new_streams,)
 
     def _read_again(self, i: int, state: State, norm_weight: Tensor | None) -> tuple[Tensor, State]:
         """What step i - 1 has read, from the state it has left."""
         step = self.steps[i - 1]
         if isinstance(step, GrowthPool):
-            streams = state[0].unbind(-2) if i == self.streams - 1 else state
-            return self._pool(i - 1, step.w2, streams, norm_weight), state
+            return self._pool(i - 1, step.w2, state, norm_weight), state
         return self._advance(i - 1, None, state, norm_weight)
 
     def _pool(self, i: int, query: Tensor, streams: State, norm_weight: Tensor | None) -> Tensor:

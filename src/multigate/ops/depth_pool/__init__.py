@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from multigate.ops.backend import choose
 from multigate.ops.checks import check_tensors
 
 from . import reference
+from .op import fused
+
+KERNELS = ("triton",)
 
 
 def depth_pool(
@@ -16,6 +20,7 @@ def depth_pool(
     scale: float = 1.0,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    backend: str = "auto",
 ) -> Tensor:
     """Pool `sources`, each [..., D], into one [..., D] by softmax attention with `query` [D].
 
@@ -23,7 +28,8 @@ def depth_pool(
 
     The values are the raw sources; only the keys are normalised, without a weight (a key gain is
     multiplied into `query` by the caller). With `norm_weight` [D] the result is RMSNorm(h) *
-    norm_weight.
+    norm_weight. `backend` is "torch" (the reference), "triton" (fused kernels) or "auto"
+    (the kernels where they can run); see `multigate.ops.backend`.
     """
     if not sources:
         raise ValueError("depth_pool needs at least one source, and the list is empty.")
@@ -44,4 +50,9 @@ def depth_pool(
             raise ValueError(
                 f"depth_pool: {name} must have {width} numbers, got {tuple(tensors[name].shape)}."
             )
-    return reference.depth_pool(sources, query, scale, norm_weight, eps)
+    dtypes = {str(source.dtype) for source in sources}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "sources of several dtypes"
+    if choose("depth_pool", KERNELS, backend, query.device.type, dtype) == "torch":
+        return reference.depth_pool(sources, query, scale, norm_weight, eps)
+    h, _ = fused(list(sources), query, norm_weight, scale, eps)
+    return h

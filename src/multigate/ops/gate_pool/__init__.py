@@ -1,24 +1,33 @@
 """One Multi-Gate step: gate, lerp and attention pool."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from multigate.names import unknown
+from multigate.ops.backend import choose
 from multigate.ops.checks import check_tensors
 
 from . import reference
+from .op import fused
 
 VARIANTS = ("independent", "competitive")
+KERNELS = ("cuda", "triton")
+MOST_STREAMS = 16
+"""That the kernels take."""
 
 
 def gate_pool(
     y: Tensor,
-    streams: Tensor,
+    streams: Tensor | Sequence[Tensor],
     w_gate: Tensor,
     w_pool: Tensor,
     bias: Tensor,
     variant: str = "competitive",
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Write the sublayer output `y` [..., D] into `streams` [..., n, D] and pool the next input.
 
@@ -30,14 +39,28 @@ def gate_pool(
     Returns (h, new streams), both in the dtype of `streams`. `bias` has n entries for the
     independent gate and n + 1 for the competitive one, whose entry 0 is the carry logit b_0. With
     `norm_weight` [D] h comes back as RMSNorm(h) * norm_weight.
+
+    The streams may also come as n tensors [..., D]; the new ones are always one tensor. `backend`:
+    "torch" is the reference, "triton" and "cuda" are one-pass kernels, "auto" takes the fastest
+    that can run (on a CPU the reference); see `multigate.ops.backend`.
     """
-    check(y, streams, w_gate, w_pool, bias, variant, norm_weight)
-    return reference.gate_pool(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
+    packed = isinstance(streams, Tensor)
+    given = [streams] if isinstance(streams, Tensor) else list(streams)
+    check(y, given, packed, w_gate, w_pool, bias, variant, norm_weight)
+    kernel = choose("gate_pool", KERNELS, backend, y.device.type, str(given[0].dtype))
+    n = given[0].shape[-2] if packed else len(given)
+    if kernel == "torch" or n > MOST_STREAMS:
+        whole = given[0] if packed else torch.stack(given, dim=-2)
+        return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
+    competitive = variant == "competitive"
+    h, new, _ = fused(y, given, w_gate, w_pool, bias, norm_weight, competitive, eps, kernel)
+    return h, new
 
 
 def check(
     y: Tensor,
-    streams: Tensor,
+    streams: Sequence[Tensor],
+    packed: bool,
     w_gate: Tensor,
     w_pool: Tensor,
     bias: Tensor,
@@ -47,12 +70,17 @@ def check(
     """One clear sentence for arguments that do not belong together."""
     if variant not in VARIANTS:
         raise ValueError(unknown("gate variant", variant, VARIANTS))
-    if streams.ndim < 2:
-        raise ValueError(
-            f"gate_pool needs streams of shape [..., n, D], got {tuple(streams.shape)}."
-        )
-    *batch, n, width = streams.shape
-    wanted = {
+    if not streams:
+        raise ValueError("gate_pool needs at least one stream, and the list is empty.")
+    first = streams[0]
+    if first.ndim < 1 + packed:
+        shape = "[..., n, D]" if packed else "[..., D] each"
+        raise ValueError(f"gate_pool needs streams of shape {shape}, got {tuple(first.shape)}.")
+    batch, n, width = first.shape[:-1], len(streams), first.shape[-1]
+    if packed:
+        batch, n = batch[:-1], batch[-1]
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        **{f"stream {i}": (stream, tuple(first.shape)) for i, stream in enumerate(streams)},
         "y": (y, (*batch, width)),
         "w_gate": (w_gate, (width,)),
         "w_pool": (w_pool, (width,)),
@@ -60,11 +88,16 @@ def check(
     }
     if norm_weight is not None:
         wanted["norm_weight"] = (norm_weight, (width,))
-    tensors = {"streams": streams, **{name: tensor for name, (tensor, _) in wanted.items()}}
+    tensors = {"streams": first, **{name: tensor for name, (tensor, _) in wanted.items()}}
     check_tensors("gate_pool", tensors, "streams")
-    for name, (tensor, shape) in wanted.items():
-        if tensor.shape != shape:
+    for name, (tensor, needed) in wanted.items():
+        if tensor.shape != needed:
             raise ValueError(
                 f"gate_pool with {n} streams of width {width} and the {variant} gate needs {name} "
-                f"of shape {tuple(shape)}, got {tuple(tensor.shape)}."
+                f"of shape {tuple(needed)}, got {tuple(tensor.shape)}."
+            )
+    for stream in streams:
+        if stream.dtype != first.dtype:
+            raise ValueError(
+                f"gate_pool needs streams of one dtype, got {first.dtype} and {stream.dtype}."
             )

@@ -1,0 +1,236 @@
+"""Measure whole training steps, forward and backward without the optimizer, beside PreNorm's."""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigate.device import Compute
+from multigate.gpt import GPT, PRESETS, preset
+from multigate.nn import MLP, Attention, rotary_table
+from multigate.norm import RMSNorm
+from multigate.ops.backend import VARIABLE
+from multigate.residuals import Stack, build_residual, residual_names
+
+from .ops import Row, sentence
+
+BASELINE = "prenorm"
+SCALES = ("s", "m", "l", "wide")
+BATCH = {"s": 32, "m": 16, "l": 8, "wide": 8}
+"""Sequences a step."""
+WIDE = {"blocks": 4, "width": 4096, "heads": 32, "length": 1024}
+WARM = 3
+BLOCK = 4
+"""Steps of one model in a row before the other has its turn."""
+
+
+class WideStack(nn.Module):
+    """Blocks alone, without embedding and head: what a wide model's steps are made of.
+
+    The loss is a fixed random projection of the output. With n streams, the first n - 1 of the
+    2 * blocks steps grow the streams and the others are gated.
+    """
+
+    def __init__(
+        self,
+        residual: str,
+        streams: int | None,
+        blocks: int,
+        width: int,
+        heads: int,
+        length: int,
+    ) -> None:
+        super().__init__()
+        sublayers = [
+            kind(width, heads, 2 * block + i, 1e-6)
+            for block in range(blocks)
+            for i, kind in enumerate((Attention, MLP))
+        ]
+        self.stack = Stack(sublayers, residual, width, streams, out_norm=RMSNorm(width))
+        cos, sin = rotary_table(length, width // heads, 10000.0)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, direction: Tensor) -> Tensor:
+        return (self.stack(x, (self.cos, self.sin)) * direction).float().sum()
+
+
+@dataclass
+class Candidate:
+    """A model with its data, ready to step."""
+
+    model: nn.Module
+    call: Callable[..., Any]
+    data: tuple[Tensor, ...]
+    compute: Compute
+
+    def step(self) -> None:
+        with self.compute.autocast():
+            loss = self.call(*self.data)
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        for tensor in self.data:
+            tensor.grad = None
+
+    def own_bytes(self) -> int:
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self.data]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def takes_streams(residual: str) -> bool:
+    """Whether there is a number of streams (or blocks) to choose."""
+    try:
+        with torch.device("meta"):
+            build_residual(residual, dim=8, depth=8, streams=2)
+    except ValueError:
+        return False
+    return True
+
+
+def candidate(
+    scale: str, residual: str, streams: int | None, batch: int, compute: Compute
+) -> Candidate:
+    torch.manual_seed(0)
+    device = compute.device
+    if scale == "wide":
+        with device:
+            model: nn.Module = WideStack(residual, streams, **WIDE).to(device)
+        shape = (batch, WIDE["length"], WIDE["width"])
+        dtype = torch.float32 if compute.precision == "fp32" else torch.bfloat16
+        x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        data: tuple[Tensor, ...] = (x, torch.randn(shape, device=device, dtype=dtype))
+    else:
+        config = preset(scale, residual=residual, streams=streams)
+        with device:
+            model = GPT(config)
+        ids = torch.randint(config.vocab_size, (2, batch, config.context), device=device)
+        data = (ids[0], ids[1])
+    call = torch.compile(model, dynamic=False) if compute.compile else model
+    return Candidate(model, call, data, compute)
+
+
+def measure_steps(
+    scale: str,
+    residuals: Sequence[str],
+    streams: Sequence[int],
+    compute: Compute,
+    batch: int | None = None,
+    rounds: int = 5,
+) -> Iterator[Row]:
+    """A row for PreNorm and for every residual (and number of streams, where it takes one).
+
+    PreNorm is measured again beside each: A B B A, `rounds` times over, so that drift cancels.
+    """
+    if scale != "wide" and scale not in PRESETS:
+        raise ValueError(f"there is no scale {scale!r}: use wide or one of {', '.join(PRESETS)}.")
+    batch = batch or BATCH.get(scale, 8)
+    length = WIDE["length"] if scale == "wide" else PRESETS[scale].context
+    common: Row = {
+        "case": "step",
+        "scale": scale,
+        "memory": "store",
+        "backend": os.environ.get(VARIABLE, "auto"),
+        "tokens": batch * length,
+        "dtype": compute.precision,
+        "compile": compute.compile,
+    }
+    with ExitStack() as stack:
+        if compute.device.type == "cuda":
+            torch.cuda.set_device(compute.device)
+        if compute.compile:
+            # One model more than the limit and the next one would silently run uncompiled.
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=256))
+        baseline = candidate(scale, BASELINE, None, batch, compute)
+        for residual in residuals:
+            for n in streams if takes_streams(residual) else (None,):
+                row: Row = {**common, "residual": residual, "n": n or 1}
+                model: Candidate | None = None
+                try:
+                    if residual == BASELINE:
+                        row |= alone(baseline, rounds, batch * length)
+                    else:
+                        model = candidate(scale, residual, n, batch, compute)
+                        row |= beside(baseline, model, rounds, batch * length)
+                except Exception as error:
+                    row["error"] = sentence(error)
+                model = None
+                release(compute.device)
+                yield row
+
+
+def alone(model: Candidate, rounds: int, tokens: int) -> Row:
+    peak = warm_up(model)
+    times = [t for _ in range(2 * rounds) for t in timed(model)]
+    return figures(statistics.median(times), statistics.median(times), peak, tokens)
+
+
+def beside(baseline: Candidate, model: Candidate, rounds: int, tokens: int) -> Row:
+    warm_up(baseline)
+    peak = warm_up(model)
+    times: dict[int, list[float]] = {id(baseline): [], id(model): []}
+    for _ in range(rounds):
+        for turn in (baseline, model, model, baseline):
+            times[id(turn)] += timed(turn)
+    before, after = (statistics.median(times[id(x)]) for x in (baseline, model))
+    return figures(after, before, peak, tokens)
+
+
+def figures(ms: float, baseline_ms: float, peak: float | None, tokens: int) -> Row:
+    return {
+        "ms": ms,
+        "tokens_per_s": tokens / ms * 1e3,
+        "peak_gib": peak,
+        "overhead": ms / baseline_ms - 1,
+        "baseline_ms": baseline_ms,
+    }
+
+
+def warm_up(model: Candidate) -> float | None:
+    """Compile, and find the most memory in GiB of a step, the other model's not counted."""
+    for _ in range(WARM):
+        model.step()
+    if model.compute.device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    there = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model.step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - there + model.own_bytes()) / 2**30
+
+
+def timed(model: Candidate) -> list[float]:
+    """Milliseconds of each of `BLOCK` steps; a first one is not counted, it follows the other."""
+    model.step()
+    if model.compute.device.type != "cuda":
+        times = []
+        for _ in range(BLOCK):
+            begin = time.perf_counter()
+            model.step()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return times
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(BLOCK + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        model.step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def all_residuals() -> list[str]:
+    """PreNorm first: the others are read against it."""
+    return [BASELINE, *(name for name in residual_names() if name != BASELINE)]

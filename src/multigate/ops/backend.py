@@ -1,0 +1,71 @@
+"""Which implementation of an operation runs: the readable one in torch, or a fused kernel."""
+
+import functools
+import logging
+import os
+from importlib.util import find_spec
+
+import torch
+
+from multigate.names import unknown
+
+from . import nvrtc
+
+BACKENDS = ("auto", "torch", "triton", "cuda")
+VARIABLE = "MULTIGATE_BACKEND"
+"""The environment variable that stands in for the argument `backend` where that is "auto"."""
+DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
+
+logger = logging.getLogger("multigate")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def choose(op: str, kernels: tuple[str, ...], requested: str, device: str, dtype: str) -> str:
+    """The backend of `op` for tensors of a device type and dtype; `kernels` by preference.
+
+    A kernel that is asked for and cannot run gives way to the next that can, and those to torch.
+    What was chosen and why is said once; strings alone, so that torch.compile asks at trace time.
+    """
+    wanted = requested if requested != "auto" else os.environ.get(VARIABLE, "auto")
+    if wanted not in BACKENDS:
+        raise ValueError(unknown("backend", wanted, BACKENDS))
+    if wanted == "torch" or (wanted == "auto" and device == "cpu"):
+        return "torch"
+    reasons: list[str] = []
+    order = sorted(kernels, key=lambda kernel: kernel != wanted)
+    for kernel in order:
+        reason = why_not(kernel, device, dtype)
+        if reason is None:
+            expected = wanted == "auto" or kernel == wanted or wanted not in kernels
+            say(op, kernel, "; ".join(reasons) or "fused kernels can run here", expected)
+            return kernel
+        reasons.append(f"{kernel} {reason}")
+    say(op, "torch", "; ".join(reasons), False)
+    return "torch"
+
+
+@functools.cache
+def why_not(kernel: str, device: str, dtype: str) -> str | None:
+    """What keeps a kind of kernel from running, None if nothing does."""
+    if dtype not in DTYPES:
+        return f"has no kernel for {dtype}"
+    if kernel == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if device != "cuda" and not (device == "cpu" and interpreted):
+            return f"does not run on {device}"
+        return (
+            None if find_spec("triton") else "is not installed (pip install 'multigate[kernels]')"
+        )
+    if device != "cuda":
+        return f"does not run on {device}"
+    if torch.version.cuda is None:
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "needs a GPU of compute capability 9.0 or more"
+    return nvrtc.why_not()
+
+
+@functools.cache
+def say(op: str, backend: str, why: str, expected: bool) -> None:
+    """One line a choice: a note, or a warning where it is not what was asked for."""
+    logger.log(logging.INFO if expected else logging.WARNING, "%s by %s: %s", op, backend, why)

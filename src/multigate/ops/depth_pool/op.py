@@ -1,0 +1,110 @@
+"""The fused depth_pool as torch.library operators, which autograd and torch.compile understand.
+
+The kernels are imported when they first run, so this file needs no Triton.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("multigate::depth_pool", mutates_args=())
+def fused(
+    sources: list[Tensor], query: Tensor, norm_weight: Tensor | None, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """h as `depth_pool` returns it, and what the backward pass needs of each token."""
+    from . import triton
+
+    with torch.cuda.device_of(sources[0]):
+        h, saved = triton.forward(_rows(sources), *_weights(query, norm_weight), scale, eps)
+    return h.view(sources[0].shape), saved
+
+
+@fused.register_fake
+def _(
+    sources: list[Tensor], query: Tensor, norm_weight: Tensor | None, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    first = sources[0]
+    tokens = math.prod(first.shape[:-1])
+    saved = first.new_empty((3 + 2 * len(sources), tokens), dtype=torch.float32)
+    return first.new_empty(first.shape), saved
+
+
+@torch.library.custom_op("multigate::depth_pool_backward", mutates_args=())
+def fused_backward(
+    grad_h: Tensor,
+    sources: list[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients that are `wanted` of (*sources, query, norm_weight), without gaps."""
+    from . import triton
+
+    with torch.cuda.device_of(grad_h):
+        grads, dquery, dnorm = triton.backward(
+            grad_h.reshape(-1, grad_h.shape[-1]),
+            _rows(sources),
+            *_weights(query, norm_weight),
+            saved,
+            scale,
+            wanted[:-2],
+            query_wanted=wanted[-2],
+            norm_wanted=wanted[-1],
+        )
+    dsources = [grad.view(grad_h.shape) for grad in grads if grad is not None]
+    return [*dsources, *(grad for grad in (dquery, dnorm) if grad is not None)]
+
+
+@fused_backward.register_fake
+def _(
+    grad_h: Tensor,
+    sources: list[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    wanted: list[bool],
+) -> list[Tensor]:
+    inputs = [*sources, query, norm_weight]
+    return [
+        tensor.new_empty(tensor.shape)
+        for tensor, want in zip(inputs, wanted, strict=True)
+        if want and tensor is not None
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    sources, query, norm_weight, ctx.scale, _ = inputs
+    ctx.save_for_backward(*sources, query, norm_weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_h: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    *sources, query, norm_weight, saved = ctx.saved_tensors
+    wanted = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1:3]]
+    if grad_h is None:
+        return [None] * len(sources), None, None, None, None
+    found = iter(fused_backward(grad_h, sources, query, norm_weight, saved, ctx.scale, wanted))
+    *dsources, dquery, dnorm = [next(found) if want else None for want in wanted]
+    return dsources, dquery, dnorm, None, None
+
+
+fused.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _rows(sources: Sequence[Tensor]) -> list[Tensor]:
+    """The sources as [tokens, width], all with the same row stride."""
+    rows = [source.reshape(-1, source.shape[-1]) for source in sources]
+    if all(row.stride() == (rows[0].stride(0), 1) for row in rows):
+        return rows
+    return [row.contiguous() for row in rows]
+
+
+def _weights(query: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return query.contiguous(), None if norm_weight is None else norm_weight.contiguous()

@@ -1,0 +1,300 @@
+// After common.cu: the backward pass.
+
+// One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dgain (each C) and dbias.
+constexpr int PARTIAL = 3 * C + N + COMPETITIVE;
+
+// The coefficients of stream i in the second sweep, in the order of the terms they multiply.
+struct Terms {
+    float grad, h, pool, gate, s, y, beta, unused;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
+    backward(const __grid_constant__ Rows streams, u64 y, u64 grad_streams, u64 grad_h, const float *w_gate,
+             const float *w_pool, const float *bias, const float *gain, const float *saved, u64 dstreams, u64 dy,
+             float *partials, long long tokens, float eps) {
+    constexpr int COUNT = NORM ? 4 * N + 2 : 3 * N + 1;
+    constexpr int GRADS = N, Y = GRADS + (GRAD_STREAMS ? N : 0), H = Y + 1, ROWS = H + GRAD_H;
+    typedef Ring<ROWS, SAVED * 4> TheRing;
+    extern __shared__ __align__(128) char memory[];
+    __shared__ u64 barriers[TEAMS * SLOTS];
+    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ __align__(16) Terms coefficients[TEAMS * WARPS][N];
+    __shared__ float dbias[TEAMS][N + COMPETITIVE];
+
+    // The broadcast tells the compiler that a warp stays together through the loop over tokens.
+    const int wave = __shfl_sync(~0u, threadIdx.x / 32, 0), team = wave / WARPS, warp = wave % WARPS;
+    const int lane = threadIdx.x % 32, member = 32 * warp + lane, stream = lane & (LANES - 1);
+    TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
+    // Neighbouring tokens go to different blocks, so that what is left over in the last round is spread over all of them.
+    const long long stride = (long long)gridDim.x * TEAMS, first = (long long)team * gridDim.x + blockIdx.x;
+
+    ring.init(warp, lane);
+
+    auto issue = [&](long long token, int slab, int slot) {
+        if (warp != 0 || token >= tokens)
+            return;
+        const u32 bytes = TheRing::bytes(slab);
+        if (lane == 0)
+            arrive_expecting(ring.barriers + slot, ROWS * bytes + (slab == 0 ? SAVED * 4 : 0));
+        __syncwarp();
+        for (int r = lane; r < ROWS; r += 32) {
+            u64 row = r < N    ? streams.at[min(r, N - 1)] + token * streams.step
+                      : r < Y  ? grad_streams + (token * N + r - GRADS) * (C * BYTES)
+                      : r == Y ? y + token * (C * BYTES)
+                               : grad_h + token * (C * BYTES);
+            bulk_copy(shared_address(ring.row(slot, r)), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
+        }
+        if (slab == 0 && lane == 31)
+            bulk_copy(shared_address(ring.extra(slot)), reinterpret_cast<u64>(saved + token * SAVED), SAVED * 4,
+                      ring.barriers + slot);
+    };
+#pragma unroll
+    for (int q = 0; q < SLOTS; q++)
+        issue(first + (q / SLABS) * stride, q % SLABS, q);
+    team_sync(team);
+
+    float dgate[SLABS][CHUNK], dpool[SLABS][CHUNK], dgain[SLABS][CHUNK];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++)
+            dgate[slab][k] = dpool[slab][k] = dgain[slab][k] = 0.0f;
+    float db = 0.0f, dcarry = 0.0f;
+    const Weights gate_weights(w_gate, member), pool_weights(w_pool, member), gain_weights(NORM ? gain : w_gate, member);
+
+    int slot = 0, turn = 0;
+    u32 parity = 0;
+    for (long long token = first; token < tokens; token += stride, turn ^= 1) {
+        wait(ring.barriers + slot, parity);
+        const float *kept = ring.extra(slot);
+        const int i = min(stream, N - 1);
+        const float ss = kept[i], sg = kept[N + i], sp = kept[2 * N + i], sy = kept[3 * N + i];
+        const float yy = kept[4 * N], yp = kept[4 * N + 1], r_h = kept[4 * N + 2];
+        Step step;
+        step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
+        const float share = step.alpha * step.rest, share_y = over_streams(step.alpha * step.beta);
+        Terms *mine = coefficients[team * WARPS + warp];
+        __syncwarp();
+        if (lane < N)
+            mine[lane].h = share;
+        __syncwarp();
+
+        float sums[Sums<COUNT>::GROUPS * 32];
+#pragma unroll
+        for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
+            sums[k] = 0.0f;
+        float h[SLABS][CHUNK];
+        int at = slot;
+        u32 phase = parity;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            if (slab > 0)
+                wait(ring.barriers + at, phase);
+            const int c = slab * THREADS + member;
+            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+                float v[CHUNK], gh[CHUNK], s[CHUNK], g[CHUNK];
+                unpack(ring.row(at, Y)[member], v);
+                if (GRAD_H)
+                    unpack(ring.row(at, H)[member], gh);
+                if (NORM && GRAD_H) {
+                    gain_weights.get(slab, c, g);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        gh[k] *= g[k];
+                        h[slab][k] = share_y * v[k];
+                    }
+#pragma unroll
+                    for (int i = 0; i < N; i++) {
+                        unpack(ring.row(at, i)[member], s);
+                        const float f = mine[i].h;
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++)
+                            h[slab][k] += f * s[k];
+                    }
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        sums[4 * N + 1] += h[slab][k] * v[k];
+                }
+                if (GRAD_H) {
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        sums[3 * N] += gh[k] * v[k];
+                }
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    unpack(ring.row(at, i)[member], s);
+                    if (GRAD_STREAMS)
+                        unpack(ring.row(at, GRADS + i)[member], g);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        if (GRAD_H)
+                            sums[i] += gh[k] * s[k];
+                        if (NORM && GRAD_H)
+                            sums[3 * N + 1 + i] += h[slab][k] * s[k];
+                        if (GRAD_STREAMS) {
+                            sums[N + i] += g[k] * v[k];
+                            sums[2 * N + i] += g[k] * s[k];
+                        }
+                    }
+                }
+            }
+            if (++at == SLOTS)
+                at = 0, phase ^= 1;
+        }
+        Sums<COUNT> total;
+        total.make(sums, exchange[team][turn], team, warp, lane);
+
+        float h_s = total.get(i), h_y = total.get(3 * N);
+        const float g_y = total.get(N + i), g_s = total.get(2 * N + i);
+        float scale_h = 1.0f, pull_h = 0.0f;
+        if (NORM) {
+            const float along = over_streams(stream < N ? share * h_s : 0.0f) + share_y * h_y;
+            scale_h = r_h;
+            pull_h = r_h * r_h * r_h * along * SCALE;
+            h_s = scale_h * h_s - pull_h * total.get(3 * N + 1 + i);
+            h_y = scale_h * h_y - pull_h * total.get(4 * N + 1);
+        }
+        const float beta = step.beta, rest = step.rest, alpha = step.alpha;
+        const float dalpha = rest * h_s + beta * h_y;
+        const float dlogit = alpha * (dalpha - over_streams(alpha * dalpha));
+        const float to_pool = dlogit * sqrtf(SCALE) * step.r_new;
+        const float to_new = dlogit * step.logit * step.r_new * step.r_new * SCALE;
+        const float along_y = g_y + alpha * h_y + to_pool * yp - to_new * (rest * sy + beta * yy);
+        const float along_s = g_s + alpha * h_s + to_pool * sp - to_new * (rest * ss + beta * sy);
+        const float dbeta = along_y - along_s;
+        float dz;
+        if (COMPETITIVE) {
+            const float mean = over_streams(beta * dbeta);
+            dz = beta * (dbeta - mean);
+            dcarry -= step.carry * mean;
+        } else {
+            dz = beta * rest * dbeta;
+        }
+        db += dz;
+        const float to_gate = dz * sqrtf(SCALE) * step.r;
+        const float to_old = dz * step.gate * step.r * step.r * SCALE;
+        const float pool_y = over_streams(beta * to_pool), new_y = over_streams(to_new * beta * beta);
+        __syncwarp();
+        if (lane < N)
+            mine[lane] = {rest,  share, rest * to_pool, to_gate, -(rest * rest * to_new + to_old), -rest * to_new * beta,
+                          beta, 0.0f};
+        __syncwarp();
+
+        const u64 out = dstreams + token * (N * C * BYTES), dy_row = dy + token * (C * BYTES);
+        at = slot;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            const int c = slab * THREADS + member;
+            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+                float v[CHUNK], gh[CHUNK], to_y[CHUNK], wg[CHUNK], wp[CHUNK], s[CHUNK], g[CHUNK];
+                unpack(ring.row(at, Y)[member], v);
+                if (GRAD_H)
+                    unpack(ring.row(at, H)[member], gh);
+                gate_weights.get(slab, c, wg);
+                pool_weights.get(slab, c, wp);
+                if (NORM && GRAD_H) {
+                    gain_weights.get(slab, c, g);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        const float scaled = scale_h * gh[k];
+                        dgain[slab][k] += scaled * h[slab][k];
+                        gh[k] = scaled * g[k] - pull_h * h[slab][k];
+                    }
+                } else if (!GRAD_H) {
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        gh[k] = 0.0f;
+                }
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++) {
+                    to_y[k] = share_y * gh[k] + pool_y * wp[k] - new_y * v[k];
+                    dpool[slab][k] += pool_y * v[k];
+                }
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const Terms f = mine[i];
+                    unpack(ring.row(at, i)[member], s);
+                    if (GRAD_STREAMS)
+                        unpack(ring.row(at, GRADS + i)[member], g);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        dgate[slab][k] += f.gate * s[k];
+                        dpool[slab][k] += f.pool * s[k];
+                        to_y[k] += f.y * s[k];
+                        float ds = f.h * gh[k] + f.pool * wp[k] + f.gate * wg[k] + f.s * s[k] + f.y * v[k];
+                        if (GRAD_STREAMS) {
+                            ds += f.grad * g[k];
+                            to_y[k] += f.beta * g[k];
+                        }
+                        s[k] = ds;
+                    }
+                    store(out + (i * CHUNKS + c) * 16, pack(s));
+                }
+                store(dy_row + c * 16, pack(to_y));
+            }
+            team_sync(team);
+            issue(token + ((slab + SLOTS) / SLABS) * stride, (slab + SLOTS) % SLABS, at);
+            if (++at == SLOTS)
+                at = 0, parity ^= 1;
+        }
+        slot = at;
+    }
+
+    // Teams add up in the order of their numbers, blocks in `finish`: the same sums in every run.
+    if (warp == 0 && lane < N)
+        dbias[team][COMPETITIVE + lane] = db;
+    if (COMPETITIVE && member == 0)
+        dbias[team][0] = dcarry;
+    float *block = reinterpret_cast<float *>(memory);
+    for (int t = 0; t < TEAMS; t++) {
+        __syncthreads();
+        if (team == t)
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++) {
+                    const int c = (slab * THREADS + member) * CHUNK + k;
+                    if (c < C) {
+                        block[c] = t == 0 ? dgate[slab][k] : block[c] + dgate[slab][k];
+                        block[C + c] = t == 0 ? dpool[slab][k] : block[C + c] + dpool[slab][k];
+                        block[2 * C + c] = t == 0 ? dgain[slab][k] : block[2 * C + c] + dgain[slab][k];
+                    }
+                }
+    }
+    __syncthreads();
+    float *row = partials + (long long)blockIdx.x * PARTIAL;
+    for (int c = threadIdx.x; c < 3 * C; c += THREADS * TEAMS)
+        row[c] = block[c];
+    for (int b = threadIdx.x; b < N + COMPETITIVE; b += THREADS * TEAMS) {
+        float sum = 0.0f;
+        for (int t = 0; t < TEAMS; t++)
+            sum += dbias[t][b];
+        row[3 * C + b] = sum;
+    }
+}
+
+// The sums of the partials of all blocks, in a fixed order: 32 columns a block of 8 warps.
+extern "C" __global__ void __launch_bounds__(256)
+    finish(const float *partials, float *dgate, float *dpool, float *dgain, float *dbias, int blocks) {
+    __shared__ float part[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    float sum = 0.0f;
+    if (column < PARTIAL)
+#pragma unroll 8
+        for (int b = warp; b < blocks; b += 8)
+            sum += partials[(long long)b * PARTIAL + column];
+    part[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= PARTIAL)
+        return;
+    for (int w = 1; w < 8; w++)
+        sum += part[w][lane];
+    if (column < C)
+        dgate[column] = sum;
+    else if (column < 2 * C)
+        dpool[column - C] = sum;
+    else if (column >= 3 * C)
+        dbias[column - 3 * C] = sum;
+    else if (NORM)
+        dgain[column - 2 * C] = sum;
+}

@@ -1,0 +1,273 @@
+// The Multi-Gate step in one pass over the streams, forward and backward, for Hopper and later.
+//
+// A *team* of WARPS warps handles one token at a time. Its rows come into shared memory by bulk copies, several tokens
+// ahead; the first sweep over them makes every dot product the step needs, one reduction turns these into the
+// coefficients of the step, and the second sweep writes the results. Device memory is read once and written once.
+//
+// Set by the caller (see ../cuda.py): N streams, C width, DTYPE (0 bfloat16, 1 float16, 2 float32) of rows, COMPETITIVE,
+// NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (weights stay
+// in registers). Backward only: GRAD_STREAMS and GRAD_H say which gradients there are.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int BYTES = DTYPE == 2 ? 4 : 2;
+constexpr int CHUNK = 16 / BYTES;                        // numbers in the 16 bytes a thread moves at once
+constexpr int CHUNKS = C / CHUNK;                        // of a row
+constexpr int THREADS = 32 * WARPS;                      // of a team
+constexpr int SLABS = (CHUNKS + THREADS - 1) / THREADS;  // pieces of a token: one chunk a thread and row
+constexpr int SLAB_BYTES = THREADS * 16;                 // of one row
+constexpr int SAVED = 4 * N + 4;                         // float32 numbers kept for a token
+constexpr int LANES = N == 1 ? 1 : N == 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : 16;
+constexpr float SCALE = 1.0f / C;
+constexpr float LOWEST = -3.402823466e38f;
+
+static_assert(SLOTS >= SLABS, "a token must fit into the ring");
+
+struct Rows {
+    u64 at[N];      // where stream i of token 0 begins
+    long long step; // bytes from one token to the next
+};
+
+struct Chunk {
+    float v[CHUNK];
+};
+
+__device__ __forceinline__ void unpack(uint4 raw, float *v) {
+    u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#if DTYPE == 0
+        v[2 * k] = __uint_as_float(words[k] << 16);
+        v[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
+#elif DTYPE == 1
+        asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+            : "=f"(v[2 * k]), "=f"(v[2 * k + 1])
+            : "r"(words[k]));
+#else
+        v[k] = __uint_as_float(words[k]);
+#endif
+    }
+}
+
+__device__ __forceinline__ uint4 pack(const float *v) {
+    u32 words[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#if DTYPE == 0
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[k]) : "f"(v[2 * k + 1]), "f"(v[2 * k]));
+#elif DTYPE == 1
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[k]) : "f"(v[2 * k + 1]), "f"(v[2 * k]));
+#else
+        words[k] = __float_as_uint(v[k]);
+#endif
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The weights of a thread's chunk, from memory that the kernel never writes.
+__device__ __forceinline__ void load_weights(const float *w, int chunk, float *v) {
+#pragma unroll
+    for (int k = 0; k < CHUNK; k += 4) {
+        const float4 four = __ldg(reinterpret_cast<const float4 *>(w + chunk * CHUNK + k));
+        v[k] = four.x, v[k + 1] = four.y, v[k + 2] = four.z, v[k + 3] = four.w;
+    }
+}
+
+// Weights that stay in registers over all tokens (HOLD), or are read again through the cache.
+struct Weights {
+    const float *from;
+    float held[HOLD ? SLABS : 1][CHUNK];
+
+    __device__ __forceinline__ Weights(const float *w, int member) : from(w) {
+        if (HOLD) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++) {
+                const int c = slab * THREADS + member;
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++)
+                    held[slab][k] = 0.0f;
+                if (CHUNKS % THREADS == 0 || c < CHUNKS)
+                    load_weights(w, c, held[slab]);
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++)
+                    asm volatile("" : "+f"(held[slab][k])); // else the compiler loads it anew for every token
+            }
+        }
+    }
+
+    __device__ __forceinline__ void get(int slab, int chunk, float *v) const {
+        if (HOLD) {
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++)
+                v[k] = held[slab][k];
+        } else {
+            load_weights(from, chunk, v);
+        }
+    }
+};
+
+__device__ __forceinline__ float quotient(float a, float b) { return DTYPE == 2 ? a / b : __fdividef(a, b); }
+
+__device__ __forceinline__ u32 shared_address(const void *p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void arrive_expecting(u64 *barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait(u64 *barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(u32 to, u64 from, u32 bytes, u64 *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// No kernel reads what it writes, so the compiler may move loads across a store: no "memory" here.
+__device__ __forceinline__ void store(u64 to, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
+__device__ __forceinline__ void team_sync(int team) {
+    if (WARPS == 1)
+        __syncwarp();
+    else if (TEAMS == 1)
+        __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(THREADS) : "memory");
+}
+
+// Sum over the 32 lanes of 32 values at once, 31 shuffles instead of 160: lane l ends with the sum of v[l] in v[0].
+template <int HALF> __device__ __forceinline__ void sum_and_deal(float *v, int lane) {
+    const bool upper = lane & HALF;
+#pragma unroll
+    for (int k = 0; k < HALF; k++) {
+        const float give = upper ? v[k] : v[k + HALF];
+        const float keep = upper ? v[k + HALF] : v[k];
+        v[k] = keep + __shfl_xor_sync(~0u, give, HALF);
+    }
+    if constexpr (HALF > 1)
+        sum_and_deal<HALF / 2>(v, lane);
+}
+
+// The sums over a team of `count` values of each thread; sum k is with lane k % 32 of every warp, in dealt[k / 32].
+template <int COUNT> struct Sums {
+    static constexpr int GROUPS = (COUNT + 31) / 32;
+    float dealt[GROUPS];
+
+    __device__ __forceinline__ void make(float (&values)[GROUPS * 32], float *exchange, int team, int warp, int lane) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            sum_and_deal<16>(values + 32 * g, lane);
+            dealt[g] = values[32 * g];
+        }
+        if (WARPS > 1) {
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+                exchange[(g * WARPS + warp) * 32 + lane] = dealt[g];
+            team_sync(team);
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+                dealt[g] = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++)
+                    dealt[g] += exchange[(g * WARPS + w) * 32 + lane];
+            }
+        }
+    }
+
+    __device__ __forceinline__ float get(int k) const {
+        float found = __shfl_sync(~0u, dealt[0], k & 31);
+#pragma unroll
+        for (int g = 1; g < GROUPS; g++) {
+            const float other = __shfl_sync(~0u, dealt[g], k & 31);
+            found = k / 32 == g ? other : found;
+        }
+        return found;
+    }
+};
+
+__device__ __forceinline__ float over_streams(float x) {
+#pragma unroll
+    for (int o = LANES / 2; o >= 1; o /= 2)
+        x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+
+__device__ __forceinline__ float largest(float x) {
+#pragma unroll
+    for (int o = LANES / 2; o >= 1; o /= 2)
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, o));
+    return x;
+}
+
+// What the step makes of the dot products of a token; lane i (modulo LANES) has stream i's.
+struct Step {
+    float beta, rest, carry; // gate; 1 - beta; the gate's share that goes to no stream (competitive)
+    float alpha, logit;      // pool weight; w_pool . rms(s') / sqrt(C)
+    float gate, r, r_new;    // w_gate . rms(s) / sqrt(C); 1 / rms of the old and of the new stream
+
+    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
+                                         float eps, int i) {
+        const bool real = i < N;
+        const float root = sqrtf(SCALE);
+        r = rsqrtf(ss * SCALE + eps);
+        gate = sg * r * root;
+        const float z = real ? gate + bias[COMPETITIVE + min(i, N - 1)] : LOWEST;
+        if (COMPETITIVE) {
+            const float top = fmaxf(largest(z), bias[0]);
+            const float e = real ? expf(z - top) : 0.0f, e0 = expf(bias[0] - top);
+            const float total = over_streams(e) + e0;
+            beta = quotient(e, total);
+            carry = quotient(e0, total);
+        } else {
+            beta = real ? quotient(1.0f, 1.0f + expf(-z)) : 0.0f;
+            carry = 0.0f;
+        }
+        rest = 1.0f - beta;
+        const float ss_new = rest * rest * ss + 2.0f * beta * rest * sy + beta * beta * yy;
+        r_new = rsqrtf(fmaxf(ss_new, 0.0f) * SCALE + eps);
+        logit = (rest * sp + beta * yp) * r_new * root;
+        const float top = largest(real ? logit : LOWEST);
+        const float e = real ? expf(logit - top) : 0.0f;
+        alpha = quotient(e, over_streams(e));
+    }
+};
+
+// A team's ring of slabs in shared memory. Slab q of the tokens it will see is in slot q % SLOTS.
+template <int ROWS, int EXTRA> struct Ring {
+    static constexpr int SLOT_BYTES = ROWS * SLAB_BYTES + EXTRA;
+    char *memory;
+    u64 *barriers;
+
+    // The warp that issues the copies makes the barriers; the others may wait on them from the team's next sync on.
+    __device__ __forceinline__ void init(int warp, int lane) {
+        if (warp == 0) {
+            if (lane < SLOTS)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + lane)));
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ const uint4 *row(int slot, int r) const {
+        return reinterpret_cast<const uint4 *>(memory + slot * SLOT_BYTES + r * SLAB_BYTES);
+    }
+
+    __device__ __forceinline__ const float *extra(int slot) const {
+        return reinterpret_cast<const float *>(memory + slot * SLOT_BYTES + ROWS * SLAB_BYTES);
+    }
+
+    __device__ __forceinline__ static u32 bytes(int slab) {
+        return slab == SLABS - 1 ? C * BYTES - (SLABS - 1) * SLAB_BYTES : SLAB_BYTES;
+    }
+};

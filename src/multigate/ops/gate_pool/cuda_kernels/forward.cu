@@ -1,0 +1,167 @@
+// After common.cu: the forward pass.
+
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
+    forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
+            const float *gain, u64 h, u64 new_streams, float *saved, long long tokens, float eps) {
+    constexpr int COUNT = 4 * N + 2;
+    typedef Ring<N + 1, 0> TheRing;
+    extern __shared__ __align__(128) char memory[];
+    __shared__ u64 barriers[TEAMS * SLOTS];
+    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ float square[TEAMS][2][WARPS];
+    __shared__ float2 coefficients[TEAMS * WARPS][N];
+
+    // The broadcast tells the compiler that a warp stays together through the loop over tokens.
+    const int wave = __shfl_sync(~0u, threadIdx.x / 32, 0), team = wave / WARPS, warp = wave % WARPS;
+    const int lane = threadIdx.x % 32, member = 32 * warp + lane, stream = lane & (LANES - 1);
+    TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
+    // Neighbouring tokens go to different blocks, so that what is left over in the last round is spread over all of them.
+    const long long stride = (long long)gridDim.x * TEAMS, first = (long long)team * gridDim.x + blockIdx.x;
+
+    ring.init(warp, lane);
+
+    auto issue = [&](long long token, int slab, int slot) {
+        if (warp != 0 || token >= tokens)
+            return;
+        const u32 bytes = TheRing::bytes(slab);
+        if (lane == 0)
+            arrive_expecting(ring.barriers + slot, (N + 1) * bytes);
+        __syncwarp();
+        if (lane <= N) {
+            const u64 row = lane < N ? streams.at[min(lane, N - 1)] + token * streams.step : y + token * (C * BYTES);
+            bulk_copy(shared_address(ring.row(slot, lane)), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
+        }
+    };
+#pragma unroll
+    for (int q = 0; q < SLOTS; q++)
+        issue(first + (q / SLABS) * stride, q % SLABS, q);
+    team_sync(team);
+
+    const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
+    int slot = 0, turn = 0;
+    u32 parity = 0;
+    for (long long token = first; token < tokens; token += stride, turn ^= 1) {
+        float sums[Sums<COUNT>::GROUPS * 32];
+#pragma unroll
+        for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
+            sums[k] = 0.0f;
+        int at = slot;
+        u32 phase = parity;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            wait(ring.barriers + at, phase);
+            const int c = slab * THREADS + member;
+            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+                float v[CHUNK], s[CHUNK], wg[CHUNK], wp[CHUNK];
+                unpack(ring.row(at, N)[member], v);
+                gate_weights.get(slab, c, wg);
+                pool_weights.get(slab, c, wp);
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++) {
+                    sums[4 * N] += v[k] * v[k];
+                    sums[4 * N + 1] += v[k] * wp[k];
+                }
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    unpack(ring.row(at, i)[member], s);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        sums[i] += s[k] * s[k];
+                        sums[N + i] += s[k] * wg[k];
+                        sums[2 * N + i] += s[k] * wp[k];
+                        sums[3 * N + i] += s[k] * v[k];
+                    }
+                }
+            }
+            if (++at == SLOTS)
+                at = 0, phase ^= 1;
+        }
+        Sums<COUNT> total;
+        total.make(sums, exchange[team][turn], team, warp, lane);
+        const int i = min(stream, N - 1);
+        const float ss = total.get(i), sg = total.get(N + i), sp = total.get(2 * N + i), sy = total.get(3 * N + i);
+        const float yy = total.get(4 * N), yp = total.get(4 * N + 1);
+        Step step;
+        step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
+        float2 *mine = coefficients[team * WARPS + warp];
+        __syncwarp();
+        if (lane < N)
+            mine[lane] = make_float2(step.beta, step.alpha);
+        __syncwarp();
+
+        float pooled[SLABS][CHUNK], hh = 0.0f;
+        const u64 out = new_streams + token * (N * C * BYTES), h_row = h + token * (C * BYTES);
+        at = slot;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; slab++) {
+            const int c = slab * THREADS + member;
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++)
+                pooled[slab][k] = 0.0f;
+            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+                float v[CHUNK], s[CHUNK];
+                unpack(ring.row(at, N)[member], v);
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    const float2 f = mine[i];
+                    unpack(ring.row(at, i)[member], s);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        s[k] = fmaf(f.x, v[k], (1.0f - f.x) * s[k]);
+                        pooled[slab][k] = fmaf(f.y, s[k], pooled[slab][k]);
+                    }
+                    store(out + (i * CHUNKS + c) * 16, pack(s));
+                }
+                if (NORM) {
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        hh += pooled[slab][k] * pooled[slab][k];
+                } else {
+                    store(h_row + c * 16, pack(pooled[slab]));
+                }
+            }
+            team_sync(team);
+            issue(token + ((slab + SLOTS) / SLABS) * stride, (slab + SLOTS) % SLABS, at);
+            if (++at == SLOTS)
+                at = 0, parity ^= 1;
+        }
+        slot = at;
+
+        float r = 0.0f;
+        if (NORM) {
+#pragma unroll
+            for (int o = 16; o >= 1; o /= 2)
+                hh += __shfl_xor_sync(~0u, hh, o);
+            if (WARPS > 1) {
+                square[team][turn][warp] = hh;
+                team_sync(team);
+                hh = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++)
+                    hh += square[team][turn][w];
+            }
+            r = rsqrtf(hh * SCALE + eps);
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++) {
+                const int c = slab * THREADS + member;
+                if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+                    float g[CHUNK];
+                    load_weights(gain, c, g);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        pooled[slab][k] *= r * g[k];
+                    store(h_row + c * 16, pack(pooled[slab]));
+                }
+            }
+        }
+        if (warp == 0) {
+            float *row = saved + token * SAVED;
+#pragma unroll
+            for (int g = 0; g < Sums<COUNT>::GROUPS; g++)
+                if (32 * g + lane < COUNT)
+                    row[32 * g + lane] = total.dealt[g];
+            if (lane < 2)
+                row[COUNT + lane] = lane == 0 ? r : 0.0f;
+        }
+    }
+}

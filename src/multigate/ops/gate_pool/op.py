@@ -1,0 +1,162 @@
+"""The fused gate_pool as torch.library operators, which autograd and torch.compile understand.
+
+The streams come packed, as one tensor [..., n, D] in a list, or as n tensors [..., D].
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cuda
+
+
+@torch.library.custom_op("multigate::gate_pool", mutates_args=())
+def fused(
+    y: Tensor,
+    streams: list[Tensor],
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h and the new streams as `gate_pool` returns them, and the dot products of each token."""
+    rows, streams_of = _rows(y), _streams(y, streams)
+    weights = _weights(w_gate, w_pool, bias, norm_weight)
+    with torch.cuda.device_of(y):
+        kernels = _kernels(backend, rows, streams_of)
+        h, new, saved = kernels.forward(rows, streams_of, *weights, competitive, eps)
+    return h.view(y.shape), new.view(*y.shape[:-1], *new.shape[1:]), saved
+
+
+@fused.register_fake
+def _(
+    y: Tensor,
+    streams: list[Tensor],
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = bias.shape[0] - competitive
+    first = streams[0]
+    saved = y.new_empty((math.prod(y.shape[:-1]), 4 * n + 4), dtype=torch.float32)
+    return first.new_empty(y.shape), first.new_empty((*y.shape[:-1], n, y.shape[-1])), saved
+
+
+@torch.library.custom_op("multigate::gate_pool_backward", mutates_args=())
+def fused_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    streams: list[Tensor],
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> list[Tensor]:
+    """The gradients of y, the streams (packed), w_gate, w_pool, bias and, if given, norm_weight."""
+    rows, streams_of = _rows(y), _streams(y, streams)
+    weights = _weights(w_gate, w_pool, bias, norm_weight)
+    n, width = len(streams_of), y.shape[-1]
+    if grad_h is not None:
+        grad_h = _rows(grad_h)
+    if grad_streams is not None:
+        grad_streams = grad_streams.reshape(-1, n, width).contiguous()
+    with torch.cuda.device_of(y):
+        kernels = _kernels(backend, rows, streams_of)
+        dy, dstreams, *dweights = kernels.backward(
+            grad_h, grad_streams, rows, streams_of, *weights, saved, competitive, eps
+        )
+    given = (w_gate, w_pool, bias, norm_weight)
+    return [
+        dy.view(y.shape),
+        dstreams.view(*y.shape[:-1], n, width),
+        *(d.to(w.dtype) for d, w in zip(dweights, given, strict=True) if w is not None),
+    ]
+
+
+@fused_backward.register_fake
+def _(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    streams: list[Tensor],
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> list[Tensor]:
+    packed = (*y.shape[:-1], bias.shape[0] - competitive, y.shape[-1])
+    weights = [w for w in (w_gate, w_pool, bias, norm_weight) if w is not None]
+    return [
+        y.new_empty(y.shape),
+        streams[0].new_empty(packed),
+        *(w.new_empty(w.shape) for w in weights),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    y, streams, w_gate, w_pool, bias, norm_weight, *ctx.options = inputs
+    ctx.save_for_backward(y, w_gate, w_pool, bias, norm_weight, output[2], *streams)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, grad_h: Tensor | None, grad_streams: Tensor | None, _: Tensor | None
+) -> tuple[Any, ...]:
+    y, w_gate, w_pool, bias, norm_weight, saved, *streams = ctx.saved_tensors
+    if grad_h is None and grad_streams is None:
+        return None, [None] * len(streams), None, None, None, None, None, None, None
+    dy, dstreams, dw_gate, dw_pool, dbias, *dnorm = fused_backward(
+        grad_h, grad_streams, y, streams, w_gate, w_pool, bias, norm_weight, saved, *ctx.options
+    )
+    per_stream = [dstreams] if _packed(y, streams) else list(dstreams.unbind(-2))
+    return dy, per_stream, dw_gate, dw_pool, dbias, dnorm[0] if dnorm else None, None, None, None
+
+
+fused.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _kernels(backend: str, y: Tensor, streams: Sequence[Tensor]) -> Any:
+    """The module whose `forward` and `backward` run; Triton does what CUDA's does not take."""
+    if backend == "cuda" and cuda.takes(y, streams):
+        return cuda
+    from . import triton
+
+    return triton
+
+
+def _packed(y: Tensor, streams: Sequence[Tensor]) -> bool:
+    return streams[0].ndim > y.ndim
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _streams(y: Tensor, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+    """n tensors [tokens, D] with one row stride."""
+    if _packed(y, streams):
+        return streams[0].reshape(-1, *streams[0].shape[-2:]).contiguous().unbind(1)
+    return [_rows(s) for s in streams]
+
+
+def _weights(*weights: Tensor | None) -> list[Tensor | None]:
+    return [None if w is None else w.float().contiguous() for w in weights]
