@@ -190,11 +190,11 @@ def test_the_cuts_of_the_cuda_kernels_fit(n, itemsize, backward):
         if cut is None:
             assert token > 150 * 1024
             continue
-        slot = cuda.slot_bytes(n, rows, cut.warps, backward)
-        ring = cut.teams * cut.slots * slot
+        dynamic = cuda.dynamic_bytes(n, width, rows, cut, backward)
+        static = cuda.static_bytes(n, cut.warps, cut.teams, backward)
         assert cut.slots * cut.warps * 512 >= width * itemsize
-        assert ring + cuda.static_bytes(n, cut.warps, cut.teams, backward) <= cuda.SHARED
-        assert 12 * width <= cuda.SHARED
+        assert dynamic >= cut.teams * max(token, 12 * width if backward else 0)
+        assert dynamic + static <= cuda.SHARED
         assert cut.warps == 1 or cut.teams <= 15
         assert cut.warps * cut.teams <= (16 if backward else 24)
     common = cuda.plan(4, 768, 2, backward, rows=cuda.rows_read(4, backward, True, True))

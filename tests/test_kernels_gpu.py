@@ -63,19 +63,25 @@ def check(tokens, n, width, competitive, norm, dtype, backend, kind="plain"):
         if e.abs().max() == 0:
             assert b.abs().max() == 0, f"{name} must be exactly zero"
             continue
-        allowed = 1.1 * error(a, e) + slack(name, e, leaves, dtype)
+        allowed = 1.1 * error(a, e) + slack(width, dtype)
         assert error(b, e) <= allowed, f"{name}: {error(b, e):.2e}, eager {error(a, e):.2e}"
 
 
-def slack(name, exact, leaves, dtype):
-    """What a few roundings of float32 more or less can do: nothing that 16 bits would notice."""
-    return 4e-7 if dtype == torch.float32 else 2e-6
+def slack(width, dtype):
+    """What a few roundings of float32 more or less can do: nothing that 16 bits would notice.
+
+    With one channel rms(s) is a sign, and the gradients are what is left of sums that cancel.
+    """
+    return 1e-3 if width == 1 else 4e-7 if dtype == torch.float32 else 2e-6
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
+# Triton takes minutes to compile its backward pass for 16 streams.
+COUNTS = [("cuda", n) for n in (1, 2, 3, 4, 5, 8, 12, 16)] + [("triton", n) for n in (1, 3, 4, 8)]
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("competitive", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 12, 16])
+@pytest.mark.parametrize(("backend", "n"), COUNTS)
 def test_every_number_of_streams(n, competitive, norm, backend):
     check(77, n, 768, competitive, norm, torch.bfloat16, backend)
 

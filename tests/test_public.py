@@ -63,7 +63,7 @@ def test_signatures():
 
 
 def modules():
-    """All but the command line and the Triton kernels, which their operation imports when it runs."""
+    """All but the command line and the Triton kernels, which an operation imports when it runs."""
     return [
         m.name
         for m in pkgutil.walk_packages([str(ROOT)], "multigate.")

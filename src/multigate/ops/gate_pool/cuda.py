@@ -43,6 +43,12 @@ def static_bytes(n: int, warps: int, teams: int, backward: bool) -> int:
     return teams * (warps * (256 * groups + 8 + n * (32 if backward else 8)) + 8 * 16 + 4 * n + 8)
 
 
+def dynamic_bytes(n: int, width: int, rows: int, cut: Plan, backward: bool) -> int:
+    """Shared memory of a block's rings, in which the teams of a backward pass end by adding up."""
+    ring = cut.teams * cut.slots * slot_bytes(n, rows, cut.warps, backward)
+    return max(ring, cut.teams * 12 * width) if backward else ring
+
+
 @functools.cache
 def plan(n: int, width: int, itemsize: int, backward: bool, rows: int) -> Plan | None:
     """A cut that was fast on an H200; None where a token does not fit into shared memory.
@@ -66,7 +72,7 @@ def plan(n: int, width: int, itemsize: int, backward: bool, rows: int) -> Plan |
     while teams:
         room = (SHARED - static_bytes(n, warps, teams, backward)) // teams
         ahead = min(ahead, room // token, 4)
-        if ahead:
+        if ahead and not (backward and room < 12 * width):
             return Plan(warps, teams, ahead * slabs, hold=slabs == 1)
         teams, ahead = teams - 1, 1
     return None
@@ -214,9 +220,7 @@ def _kernels(
     defines |= {switch: int(on) for switch, on in zip(names, switches, strict=True)}
     capability = torch.cuda.get_device_capability(device)
     module = nvrtc.Module(nvrtc.compile_cubin(_source(name), defines, capability))
-    ring = cut.teams * cut.slots * slot_bytes(n, rows, cut.warps, backward)
-    # The backward pass adds up three rows of float32 in the memory of its rings.
-    kernel = module.kernel(name, max(ring, 12 * width) if backward else ring)
+    kernel = module.kernel(name, dynamic_bytes(n, width, rows, cut, backward))
     return kernel, module.kernel("finish", 0) if backward else kernel
 
 

@@ -245,26 +245,27 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         dbias[team][COMPETITIVE + lane] = db;
     if (COMPETITIVE && member == 0)
         dbias[team][0] = dcarry;
-    float *block = reinterpret_cast<float *>(memory);
-    for (int t = 0; t < TEAMS; t++) {
-        __syncthreads();
-        if (team == t)
+    __syncthreads(); // the rings are free: their memory takes the sums of each team
+    float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * 3 * C;
 #pragma unroll
-            for (int slab = 0; slab < SLABS; slab++)
+    for (int slab = 0; slab < SLABS; slab++)
 #pragma unroll
-                for (int k = 0; k < CHUNK; k++) {
-                    const int c = (slab * THREADS + member) * CHUNK + k;
-                    if (c < C) {
-                        block[c] = t == 0 ? dgate[slab][k] : block[c] + dgate[slab][k];
-                        block[C + c] = t == 0 ? dpool[slab][k] : block[C + c] + dpool[slab][k];
-                        block[2 * C + c] = t == 0 ? dgain[slab][k] : block[2 * C + c] + dgain[slab][k];
-                    }
-                }
-    }
+        for (int k = 0; k < CHUNK; k++) {
+            const int c = (slab * THREADS + member) * CHUNK + k;
+            if (c < C) {
+                mine[c] = dgate[slab][k];
+                mine[C + c] = dpool[slab][k];
+                mine[2 * C + c] = dgain[slab][k];
+            }
+        }
     __syncthreads();
     float *row = partials + (long long)blockIdx.x * PARTIAL;
-    for (int c = threadIdx.x; c < 3 * C; c += THREADS * TEAMS)
-        row[c] = block[c];
+    for (int c = threadIdx.x; c < 3 * C; c += THREADS * TEAMS) {
+        float sum = 0.0f;
+        for (int t = 0; t < TEAMS; t++)
+            sum += sums[t * 3 * C + c];
+        row[c] = sum;
+    }
     for (int b = threadIdx.x; b < N + COMPETITIVE; b += THREADS * TEAMS) {
         float sum = 0.0f;
         for (int t = 0; t < TEAMS; t++)
