@@ -98,6 +98,11 @@ class Module:
         return Kernel(function, shared)
 
 
+def module(device: torch.device, source: str, defines: tuple[tuple[str, int], ...]) -> Module:
+    """Compile a source for a device, which must be the current one, and load it."""
+    return Module(compile_cubin(source, dict(defines), torch.cuda.get_device_capability(device)))
+
+
 class Kernel:
     """One kernel, to be launched on the current stream."""
 

@@ -1,4 +1,4 @@
-// After common.cu: the backward pass.
+// The backward pass; after step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are.
 
 // One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dgain (each C) and dbias.
 constexpr int PARTIAL = 3 * C + N + COMPETITIVE;
@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     constexpr int COUNT = NORM ? 4 * N + 2 : 3 * N + 1;
     constexpr int GRADS = N, Y = GRADS + (GRAD_STREAMS ? N : 0), H = Y + 1, ROWS = H + GRAD_H;
     typedef Ring<ROWS, SAVED * 4> TheRing;
-    extern __shared__ __align__(128) char memory[];
+    DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
     __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ __align__(16) Terms coefficients[TEAMS * WARPS][N];
@@ -42,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                       : r < Y  ? grad_streams + (token * N + r - GRADS) * (C * BYTES)
                       : r == Y ? y + token * (C * BYTES)
                                : grad_h + token * (C * BYTES);
-            bulk_copy(shared_address(ring.row(slot, r)), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
+            bulk_copy(ring.row(slot, r), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
         }
         if (slab == 0 && lane == 31)
-            bulk_copy(shared_address(ring.extra(slot)), reinterpret_cast<u64>(saved + token * SAVED), SAVED * 4,
+            bulk_copy(ring.extra(slot), reinterpret_cast<u64>(saved + token * SAVED), SAVED * 4,
                       ring.barriers + slot);
     };
 #pragma unroll

@@ -1,11 +1,11 @@
-// After common.cu: the forward pass.
+// The forward pass; after step.cu.
 
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, long long tokens, float eps) {
     constexpr int COUNT = 4 * N + 2;
     typedef Ring<N + 1, 0> TheRing;
-    extern __shared__ __align__(128) char memory[];
+    DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
     __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ float square[TEAMS][2][WARPS];
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         __syncwarp();
         if (lane <= N) {
             const u64 row = lane < N ? streams.at[min(lane, N - 1)] + token * streams.step : y + token * (C * BYTES);
-            bulk_copy(shared_address(ring.row(slot, lane)), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
+            bulk_copy(ring.row(slot, lane), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
         }
     };
 #pragma unroll

@@ -1,15 +1,12 @@
-// The Multi-Gate step in one pass over the streams, forward and backward, for Hopper and later.
+// What the one-pass kernels share; after machine.cu.
 //
-// A *team* of WARPS warps handles one token at a time. Its rows come into shared memory by bulk copies, several tokens
-// ahead; the first sweep over them makes every dot product the step needs, one reduction turns these into the
-// coefficients of the step, and the second sweep writes the results. Device memory is read once and written once.
+// A *team* of WARPS warps handles one token at a time. Its N rows (and a few more) come into shared memory by bulk
+// copies, several tokens ahead; a first sweep over them makes every dot product that is needed, one reduction turns
+// these into coefficients, and a second sweep writes the results. Device memory is read once and written once.
 //
-// Set by the caller (see ../cuda.py): N streams, C width, DTYPE (0 bfloat16, 1 float16, 2 float32) of rows, COMPETITIVE,
-// NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (weights stay
-// in registers). Backward only: GRAD_STREAMS and GRAD_H say which gradients there are.
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// Set by the caller (see ../cuda.py): N streams or sources, C width, DTYPE (0 bfloat16, 1 float16, 2 float32) of rows,
+// NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (weights
+// stay in registers).
 
 constexpr int BYTES = DTYPE == 2 ? 4 : 2;
 constexpr int CHUNK = 16 / BYTES;                        // numbers in the 16 bytes a thread moves at once
@@ -17,7 +14,6 @@ constexpr int CHUNKS = C / CHUNK;                        // of a row
 constexpr int THREADS = 32 * WARPS;                      // of a team
 constexpr int SLABS = (CHUNKS + THREADS - 1) / THREADS;  // pieces of a token: one chunk a thread and row
 constexpr int SLAB_BYTES = THREADS * 16;                 // of one row
-constexpr int SAVED = 4 * N + 4;                         // float32 numbers kept for a token
 constexpr int LANES = N == 1 ? 1 : N == 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : 16;
 constexpr float SCALE = 1.0f / C;
 constexpr float LOWEST = -3.402823466e38f;
@@ -29,39 +25,28 @@ struct Rows {
     long long step; // bytes from one token to the next
 };
 
-struct Chunk {
-    float v[CHUNK];
-};
-
 __device__ __forceinline__ void unpack(uint4 raw, float *v) {
-    u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-#if DTYPE == 0
-        v[2 * k] = __uint_as_float(words[k] << 16);
-        v[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
-#elif DTYPE == 1
-        asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-            : "=f"(v[2 * k]), "=f"(v[2 * k + 1])
-            : "r"(words[k]));
-#else
-        v[k] = __uint_as_float(words[k]);
-#endif
+        if (DTYPE == 0) {
+            v[2 * k] = __uint_as_float(words[k] << 16);
+            v[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000u);
+        } else if (DTYPE == 1) {
+            two_from_half(words[k], v[2 * k], v[2 * k + 1]);
+        } else {
+            v[k] = __uint_as_float(words[k]);
+        }
     }
 }
 
 __device__ __forceinline__ uint4 pack(const float *v) {
     u32 words[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-#if DTYPE == 0
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[k]) : "f"(v[2 * k + 1]), "f"(v[2 * k]));
-#elif DTYPE == 1
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[k]) : "f"(v[2 * k + 1]), "f"(v[2 * k]));
-#else
-        words[k] = __float_as_uint(v[k]);
-#endif
-    }
+    for (int k = 0; k < 4; k++)
+        words[k] = DTYPE == 0   ? two_to_bfloat(v[2 * k], v[2 * k + 1])
+                   : DTYPE == 1 ? two_to_half(v[2 * k], v[2 * k + 1])
+                                : __float_as_uint(v[k]);
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
@@ -91,7 +76,7 @@ struct Weights {
                     load_weights(w, c, held[slab]);
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++)
-                    asm volatile("" : "+f"(held[slab][k])); // else the compiler loads it anew for every token
+                    pin(held[slab][k]);
             }
         }
     }
@@ -109,41 +94,13 @@ struct Weights {
 
 __device__ __forceinline__ float quotient(float a, float b) { return DTYPE == 2 ? a / b : __fdividef(a, b); }
 
-__device__ __forceinline__ u32 shared_address(const void *p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void arrive_expecting(u64 *barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void wait(u64 *barrier, u32 parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;\n}" ::"r"(shared_address(barrier)),
-                 "r"(parity)
-                 : "memory");
-}
-
-__device__ __forceinline__ void bulk_copy(u32 to, u64 from, u32 bytes, u64 *barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-}
-
-// No kernel reads what it writes, so the compiler may move loads across a store: no "memory" here.
-__device__ __forceinline__ void store(u64 to, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
-}
-
 __device__ __forceinline__ void team_sync(int team) {
     if (WARPS == 1)
         __syncwarp();
     else if (TEAMS == 1)
         __syncthreads();
     else
-        asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(THREADS) : "memory");
+        sync_some<THREADS>(team + 1);
 }
 
 // Sum over the 32 lanes of 32 values at once, 31 shuffles instead of 160: lane l ends with the sum of v[l] in v[0].
@@ -210,39 +167,6 @@ __device__ __forceinline__ float largest(float x) {
     return x;
 }
 
-// What the step makes of the dot products of a token; lane i (modulo LANES) has stream i's.
-struct Step {
-    float beta, rest, carry; // gate; 1 - beta; the gate's share that goes to no stream (competitive)
-    float alpha, logit;      // pool weight; w_pool . rms(s') / sqrt(C)
-    float gate, r, r_new;    // w_gate . rms(s) / sqrt(C); 1 / rms of the old and of the new stream
-
-    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
-                                         float eps, int i) {
-        const bool real = i < N;
-        const float root = sqrtf(SCALE);
-        r = rsqrtf(ss * SCALE + eps);
-        gate = sg * r * root;
-        const float z = real ? gate + bias[COMPETITIVE + min(i, N - 1)] : LOWEST;
-        if (COMPETITIVE) {
-            const float top = fmaxf(largest(z), bias[0]);
-            const float e = real ? expf(z - top) : 0.0f, e0 = expf(bias[0] - top);
-            const float total = over_streams(e) + e0;
-            beta = quotient(e, total);
-            carry = quotient(e0, total);
-        } else {
-            beta = real ? quotient(1.0f, 1.0f + expf(-z)) : 0.0f;
-            carry = 0.0f;
-        }
-        rest = 1.0f - beta;
-        const float ss_new = rest * rest * ss + 2.0f * beta * rest * sy + beta * beta * yy;
-        r_new = rsqrtf(fmaxf(ss_new, 0.0f) * SCALE + eps);
-        logit = (rest * sp + beta * yp) * r_new * root;
-        const float top = largest(real ? logit : LOWEST);
-        const float e = real ? expf(logit - top) : 0.0f;
-        alpha = quotient(e, over_streams(e));
-    }
-};
-
 // A team's ring of slabs in shared memory. Slab q of the tokens it will see is in slot q % SLOTS.
 template <int ROWS, int EXTRA> struct Ring {
     static constexpr int SLOT_BYTES = ROWS * SLAB_BYTES + EXTRA;
@@ -253,8 +177,8 @@ template <int ROWS, int EXTRA> struct Ring {
     __device__ __forceinline__ void init(int warp, int lane) {
         if (warp == 0) {
             if (lane < SLOTS)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + lane)));
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                make_barrier(barriers + lane);
+            fence_barriers();
             __syncwarp();
         }
     }

@@ -1,0 +1,160 @@
+"""How the one-pass CUDA kernels are cut, compiled and launched. What they share: cuda_kernels/."""
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import nvrtc
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+SHARED = 227 * 1024
+"""Bytes of shared memory a block may have."""
+IN_FLIGHT = 72 * 1024
+"""Bytes a multiprocessor should wait for: fewer leave memory idle, more disturb its order."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is cut; team.cu explains the words. Results depend on it by rounding only."""
+
+    warps: int
+    teams: int
+    slots: int
+    hold: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel does: the numbers that decide how its work is cut."""
+
+    n: int
+    """Streams or sources."""
+    width: int
+    itemsize: int
+    rows: int
+    """Rows of a token that are read."""
+    sums: int
+    """Dot products of a token."""
+    backward: bool
+    saved: int = 0
+    """Float32 numbers of a token that are read beside its rows."""
+
+    def slot_bytes(self, warps: int) -> int:
+        """Of one slab: a chunk of 16 bytes a thread and row."""
+        return self.rows * warps * 512 + 4 * self.saved
+
+    def static_bytes(self, warps: int, teams: int) -> int:
+        """Shared memory of a block beside its rings, from above."""
+        exchange = 256 * -(-self.sums // 32) + 8 + 32 * self.n
+        return teams * (warps * exchange + 8 * 16 + 4 * self.n + 8)
+
+    def dynamic_bytes(self, cut: Plan) -> int:
+        """Of a block's rings, in which the teams of a backward pass end by adding up."""
+        ring = cut.teams * cut.slots * self.slot_bytes(cut.warps)
+        return max(ring, cut.teams * 12 * self.width) if self.backward else ring
+
+
+@functools.cache
+def plan(problem: Problem) -> Plan | None:
+    """A cut that was fast on an H200; None where a token does not fit into shared memory.
+
+    A thread has one chunk of a row where there are registers for that many warps.
+    """
+    p = problem
+    most = 16 if not p.backward or p.n <= 4 else 12 if p.n <= 8 else 8
+    needed = -(-p.width * p.itemsize // 512)
+    slabs = -(-needed // most)
+    warps = -(-needed // slabs)
+    token = slabs * p.slot_bytes(warps)
+    if p.backward:
+        teams = 12 // warps if 12 % warps == 0 and most > 8 else most // warps
+        ahead = 2 if teams > 1 else 3
+    else:
+        tokens = max(round(IN_FLIGHT / token), 2)
+        teams = min(tokens, 24 // warps, 15)
+        if warps > 4:
+            teams = max(1, min(-(-tokens // 2), most // warps))
+        ahead = max(tokens // teams, 2 if warps > 4 else 1)
+    while teams:
+        room = (SHARED - p.static_bytes(warps, teams)) // teams
+        ahead = min(ahead, room // token, 4)
+        if ahead and not (p.backward and room < 12 * p.width):
+            return Plan(warps, teams, ahead * slabs, hold=slabs == 1)
+        teams, ahead = teams - 1, 1
+    return None
+
+
+def aligned(rows: Sequence[Tensor]) -> bool:
+    """Whether bulk copies can read these [tokens, C]: 16 bytes at a time, at multiples of 16."""
+    first = rows[0]
+    size = first.element_size()
+    return (
+        first.dtype in DTYPES
+        and all(r.dtype == first.dtype and r.data_ptr() % 16 == 0 for r in rows)
+        and first.shape[1] * size % 16 == 0
+        and first.stride(0) * size % 16 == 0
+    )
+
+
+def blocks(tokens: int, device: torch.device) -> int:
+    """As many as run at once, if there are tokens for them."""
+    return min(tokens, _multiprocessors(device))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def source(folder: Path, parts: tuple[str, ...]) -> str:
+    """machine.cu and team.cu, then the op's own parts."""
+    shared = Path(__file__).with_name("cuda_kernels")
+    files = [shared / "machine.cu", shared / "team.cu", *(folder / f"{p}.cu" for p in parts)]
+    return "".join(file.read_text() for file in files)
+
+
+def compiled(
+    device: torch.device,
+    text: str,
+    problem: Problem,
+    dtype: torch.dtype,
+    cut: Plan,
+    switches: Mapping[str, bool],
+) -> nvrtc.Module:
+    """The kernels of a source for one problem, on one device."""
+    defines = {
+        "N": problem.n,
+        "C": problem.width,
+        "DTYPE": DTYPES[dtype],
+        "WARPS": cut.warps,
+        "TEAMS": cut.teams,
+        "SLOTS": cut.slots,
+        "HOLD": int(cut.hold),
+        **{name: int(on) for name, on in switches.items()},
+    }
+    return nvrtc.module(device, text, tuple(defines.items()))
+
+
+@functools.cache
+def _rows_type(n: int) -> type[ctypes.Structure]:
+    fields = [("at", ctypes.c_uint64 * n), ("step", ctypes.c_int64)]
+    return type("Rows", (ctypes.Structure,), {"_fields_": fields})
+
+
+def rows(tensors: Sequence[Tensor | None]) -> ctypes.Structure:
+    """n tensors [tokens, C] of one row stride as team.cu's Rows; None is a null pointer."""
+    made = _rows_type(len(tensors))()
+    made.at[:] = [0 if t is None else t.data_ptr() for t in tensors]
+    first = next(t for t in tensors if t is not None)
+    made.step = first.stride(0) * first.element_size()
+    return made
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_uint64:
+    return ctypes.c_uint64(0 if tensor is None else tensor.data_ptr())

@@ -1,0 +1,129 @@
+"""The CUDA kernels of the Multi-Gate step, run on the CPU by tests/cuda_on_cpu.h."""
+
+import shutil
+
+import pytest
+import torch
+
+from emulated import compiler
+from multigate.ops import cuda as launch
+from multigate.ops import nvrtc
+from multigate.ops.cuda import Plan
+from multigate.ops.gate_pool import cuda, reference
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+NAMES = ("h", "streams", "dy", "dstreams", "dw_gate", "dw_pool", "dbias", "dnorm")
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.fixture(params=[False, True], ids=["late copies", "early copies"])
+def emulated(request, monkeypatch, libraries):
+    monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 3)
+    cuda._kernels.cache_clear()
+    yield
+    cuda._kernels.cache_clear()
+
+
+def problem(tokens, n, width, competitive, dtype):
+    torch.manual_seed(tokens + n + width)
+    leaves = [
+        torch.randn(tokens, width).to(dtype),
+        torch.randn(tokens, n, width).to(dtype),
+        torch.randn(width),
+        torch.randn(width),
+        torch.randn(n + competitive),
+        1 + torch.randn(width) / 4,
+    ]
+    grads = [torch.randn(tokens, width).to(dtype), torch.randn(tokens, n, width).to(dtype)]
+    return leaves, grads
+
+
+def expected(leaves, grads, competitive, norm, dtype):
+    """By autograd through the reference, computed in `dtype`; a gradient of None is left out."""
+    leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    y, streams, w_gate, w_pool, bias, gain = leaves
+    variant = "competitive" if competitive else "independent"
+    gain = gain if norm else None
+    outputs = reference.gate_pool(y, streams, w_gate, w_pool, bias, variant, gain, 1e-6)
+    pairs = [(o, g.to(dtype)) for o, g in zip(outputs, grads, strict=True) if g is not None]
+    leaves = leaves if norm else leaves[:5]
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], leaves, [g for _, g in pairs], materialize_grads=True
+    )
+    return [t.detach() for t in (*outputs, *found)]
+
+
+def computed(leaves, grads, competitive, norm, cuts=(None, None)):
+    y, streams, w_gate, w_pool, bias, gain = leaves
+    rest = (w_gate, w_pool, bias, gain if norm else None)
+    each = streams.unbind(1)
+    h, new, saved = cuda.forward(y, each, *rest, competitive, 1e-6, cuts[0])
+    found = cuda.backward(*grads, y, each, *rest, saved, competitive, 1e-6, cuts[1])
+    return [t for t in (h, new, *found) if t is not None]
+
+
+def check(leaves, grads, competitive, norm, cuts=(None, None)):
+    exact = expected(leaves, grads, competitive, norm, torch.float64)
+    eager = expected(leaves, grads, competitive, norm, torch.float32)
+    found = computed(leaves, grads, competitive, norm, cuts)
+    dtype = leaves[0].dtype
+    for name, e, a, b in zip(NAMES, exact, eager, found, strict=False):
+        # What is stored in 16 bits is rounded to them once.
+        stored = a.to(dtype) if name in NAMES[:4] else a
+        error = (b.double() - e).norm()
+        allowed = 1.1 * (stored.double() - e).norm() + 1e-6 * e.norm()
+        assert error <= allowed, f"{name}: {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+@pytest.mark.parametrize(
+    ("n", "width", "dtype", "norm"),
+    [
+        (3, 64, torch.float32, True),
+        (1, 40, torch.float32, False),
+        (4, 520, torch.bfloat16, True),
+        (9, 264, torch.float16, False),
+    ],
+    ids=str,
+)
+def test_every_result(emulated, n, width, dtype, norm, competitive):
+    check(*problem(11, n, width, competitive, dtype), competitive, norm)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        (Plan(1, 3, 3, True), Plan(1, 3, 3, True)),
+        (Plan(1, 2, 4, False), Plan(1, 2, 7, False)),
+        (Plan(2, 2, 2, True), Plan(2, 1, 2, True)),
+        (Plan(3, 1, 1, False), Plan(3, 2, 2, False)),
+    ],
+    ids=["one warp", "slots that are no multiple", "two warps", "a part that is not full"],
+)
+def test_every_cut(emulated, cuts):
+    """One to three slabs a token, teams of one to three warps, rings of one token and of more."""
+    check(*problem(23, 2, 312, True, torch.float32), True, True, cuts)
+
+
+@pytest.mark.parametrize("missing", ["h", "streams"])
+def test_an_output_that_is_not_used(emulated, missing):
+    leaves, (grad_h, grad_streams) = problem(7, 3, 64, True, torch.float32)
+    grads = [None, grad_streams] if missing == "h" else [grad_h, None]
+    for norm in (True, False):
+        check(leaves, grads, True, norm)
+
+
+def test_fewer_tokens_than_blocks(emulated):
+    check(*problem(1, 3, 64, True, torch.float32), True, True)
+
+
+def test_no_tokens(emulated):
+    leaves, grads = problem(0, 3, 64, True, torch.float32)
+    found = computed(leaves, grads, True, True)
+    assert found[0].shape == (0, 64)
+    assert all(t.abs().sum() == 0 for t in found)
