@@ -1,4 +1,4 @@
-"""The CUDA kernels of the Multi-Gate step, run on the CPU by tests/cuda_on_cpu.h."""
+"""The CUDA kernels, run on the CPU by tests/cuda_on_cpu.h."""
 
 import shutil
 
@@ -9,6 +9,8 @@ from emulated import compiler
 from multigate.ops import cuda as launch
 from multigate.ops import nvrtc
 from multigate.ops.cuda import Plan
+from multigate.ops.depth_pool import cuda as depth
+from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.gate_pool import cuda, reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -24,9 +26,11 @@ def libraries(tmp_path_factory):
 def emulated(request, monkeypatch, libraries):
     monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 3)
-    cuda._kernels.cache_clear()
+    for module in (cuda, depth):
+        module._kernels.cache_clear()
     yield
-    cuda._kernels.cache_clear()
+    for module in (cuda, depth):
+        module._kernels.cache_clear()
 
 
 def problem(tokens, n, width, competitive, dtype):
@@ -127,3 +131,89 @@ def test_no_tokens(emulated):
     found = computed(leaves, grads, True, True)
     assert found[0].shape == (0, 64)
     assert all(t.abs().sum() == 0 for t in found)
+
+
+def pooled(leaves, grad, scale, norm, dtype):
+    """h, the gradients of the sources as one tensor, of the query and of the norm weight."""
+    leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    *sources, query, gain = leaves
+    h = depth_reference.depth_pool(sources, query, scale, gain if norm else None, 1e-6)
+    leaves = leaves if norm else leaves[:-1]
+    found = torch.autograd.grad(h, leaves, grad.to(dtype))
+    count = len(sources)
+    return [t.detach() for t in (h, torch.stack(found[:count]), *found[count:])]
+
+
+def check_pool(tokens, count, width, dtype, norm, scale=0.3, kind="plain", cuts=(None, None)):
+    torch.manual_seed(tokens + count + width)
+    sources = [torch.randn(tokens, width).to(dtype) for _ in range(count)]
+    if kind == "equal":
+        sources = [sources[0].clone() for _ in range(count)]
+    query, gain = torch.randn(width), 1 + torch.randn(width) / 4
+    grad = torch.randn(tokens, width).to(dtype)
+    given = gain if norm else None
+    h, saved = depth.forward(sources, query, given, scale, 1e-6, cuts[0])
+    wanted = [True] * count
+    found = depth.backward(grad, sources, query, given, saved, scale, wanted, cut=cuts[1])
+    found = [h, torch.stack(found[0]), *(t for t in found[1:] if t is not None)]
+    exact = pooled([*sources, query, gain], grad, scale, norm, torch.float64)
+    eager = pooled([*sources, query, gain], grad, scale, norm, torch.float32)
+    for i, (e, a, b) in enumerate(zip(exact, eager, found, strict=True)):
+        stored = a.to(dtype) if i < 2 else a
+        error = (b.double() - e).norm()
+        allowed = 1.1 * (stored.double() - e).norm() + 1e-6 * e.norm() + 1e-12
+        assert error <= allowed, f"result {i}: {error:.2e}, allowed {allowed:.2e}"
+    return found
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("count", "width", "dtype"),
+    [(2, 64, torch.float32), (5, 520, torch.bfloat16), (16, 264, torch.float16)],
+    ids=str,
+)
+def test_every_result_of_a_pool(emulated, count, width, dtype, norm):
+    check_pool(11, count, width, dtype, norm)
+
+
+def test_every_cut_of_a_pool(emulated):
+    for cuts in ((Plan(1, 3, 3, True), Plan(1, 2, 4, True)), (Plan(2, 2, 2, False),) * 2):
+        check_pool(23, 3, 312, torch.float32, True, cuts=cuts)
+
+
+def test_one_source_and_equal_sources_do_not_move_the_query(emulated):
+    for count, kind in ((1, "plain"), (4, "equal")):
+        *_, dquery = check_pool(7, count, 64, torch.float32, False, kind=kind)
+        assert dquery.abs().max() == 0
+
+
+def test_a_pool_that_looks_at_one_source_alone(emulated):
+    """Saturated weights: the gradient of the logits is what is left of nearly equal numbers."""
+    check_pool(9, 3, 64, torch.float32, True, scale=4.0)
+
+
+def test_gradients_of_a_pool_that_are_not_wanted(emulated):
+    sources = [torch.randn(6, 64) for _ in range(3)]
+    query, grad = torch.randn(64), torch.randn(6, 64)
+    _, saved = depth.forward(sources, query, None, 0.3, 1e-6)
+    everything = depth.backward(grad, sources, query, None, saved, 0.3, [True] * 3)
+    some, dquery, dnorm = depth.backward(
+        grad, sources, query, None, saved, 0.3, [False, True, False], query_wanted=False
+    )
+    assert torch.equal(some[1], everything[0][1])
+    assert [some[0], some[2], dquery, dnorm] == [None] * 4
+    nothing, dquery, _ = depth.backward(grad, sources, query, None, saved, 0.3, [False] * 3)
+    assert nothing == [None] * 3
+    assert torch.equal(dquery, everything[1])
+
+
+def test_weights_and_gradients_at_odd_addresses(emulated):
+    """Views that do not begin at a multiple of 16 bytes are copied before they are read."""
+    leaves, grads = problem(5, 3, 64, True, torch.float32)
+
+    def shifted(tensor):
+        return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    leaves = [*leaves[:2], *map(shifted, leaves[2:])]
+    assert leaves[2].data_ptr() % 16
+    check(leaves, [shifted(g) for g in grads], True, True)

@@ -216,8 +216,8 @@ def test_layouts(m):
 def test_only_wanted_gradients_are_made(m):
     problem = Problem(m, (6,), 37, norm=True)
     tensors = ([*problem.sources], problem.query, problem.norm_weight)
-    _, saved = fused(*tensors, SCALE, EPS)
-    everything = fused_backward(problem.grad, *tensors, saved, SCALE, [True] * (m + 2))
+    _, saved = fused(*tensors, SCALE, EPS, "triton")
+    everything = fused_backward(problem.grad, *tensors, saved, SCALE, [True] * (m + 2), "triton")
     assert len(everything) == m + 2
     for wanted in (
         [i % 2 == 1 for i in range(m + 2)],
@@ -227,7 +227,7 @@ def test_only_wanted_gradients_are_made(m):
         [True] * m + [False, False],
         [True] * (m - 1) + [False] * 3,
     ):
-        some = fused_backward(problem.grad, *tensors, saved, SCALE, wanted)
+        some = fused_backward(problem.grad, *tensors, saved, SCALE, wanted, "triton")
         assert equal(some, [g for g, want in zip(everything, wanted, strict=True) if want])
     problem.sources[1].requires_grad_()
     h = depth_pool(problem.sources, problem.query, scale=SCALE, eps=EPS, backend="triton")
@@ -262,12 +262,12 @@ def test_opcheck(m, norm):
     problem = Problem(m, (2, 3), 20, norm=norm)
     leaves = [source.requires_grad_(i != 1) for i, source in enumerate(problem.sources)]
     weights = (problem.query.requires_grad_(), problem.norm_weight)
-    torch.library.opcheck(fused, (leaves, *weights, SCALE, EPS))
+    torch.library.opcheck(fused, (leaves, *weights, SCALE, EPS, "triton"))
     with torch.no_grad():
-        _, saved = fused(leaves, *weights, SCALE, EPS)
+        _, saved = fused(leaves, *weights, SCALE, EPS, "triton")
         wanted = [i != 1 for i in range(m)] + [True, norm]
         torch.library.opcheck(
-            fused_backward, (problem.grad, leaves, *weights, saved, SCALE, wanted)
+            fused_backward, (problem.grad, leaves, *weights, saved, SCALE, wanted, "triton")
         )
 
 

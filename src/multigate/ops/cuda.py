@@ -101,6 +101,17 @@ def aligned(rows: Sequence[Tensor]) -> bool:
     )
 
 
+def ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, of a dtype and at a multiple of 16 bytes: a copy where it is not."""
+    tensor = tensor.to(dtype or tensor.dtype).contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def weights(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Ready, in float32."""
+    return [None if t is None else ready(t, torch.float32) for t in tensors]
+
+
 def blocks(tokens: int, device: torch.device) -> int:
     """As many as run at once, if there are tokens for them."""
     return min(tokens, _multiprocessors(device))
@@ -112,10 +123,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def source(folder: Path, parts: tuple[str, ...]) -> str:
-    """machine.cu and team.cu, then the op's own parts."""
+def source(folder: Path, backward: bool, *parts: str) -> str:
+    """What all kernels share, then an op's own parts and the pass itself."""
     shared = Path(__file__).with_name("cuda_kernels")
-    files = [shared / "machine.cu", shared / "team.cu", *(folder / f"{p}.cu" for p in parts)]
+    common = ["machine", "team", "finish"] if backward else ["machine", "team"]
+    own = [*parts, "backward" if backward else "forward"]
+    files = [*(shared / f"{c}.cu" for c in common), *(folder / f"{o}.cu" for o in own)]
     return "".join(file.read_text() for file in files)
 
 
@@ -151,10 +164,28 @@ def rows(tensors: Sequence[Tensor | None]) -> ctypes.Structure:
     """n tensors [tokens, C] of one row stride as team.cu's Rows; None is a null pointer."""
     made = _rows_type(len(tensors))()
     made.at[:] = [0 if t is None else t.data_ptr() for t in tensors]
-    first = next(t for t in tensors if t is not None)
-    made.step = first.stride(0) * first.element_size()
+    present = [t for t in tensors if t is not None]
+    made.step = present[0].stride(0) * present[0].element_size() if present else 0
     return made
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_uint64:
     return ctypes.c_uint64(0 if tensor is None else tensor.data_ptr())
+
+
+class Pieces(ctypes.Structure):
+    """finish.cu's: where the sums of the partials go."""
+
+    _fields_ = (("at", ctypes.c_uint64 * 4), ("size", ctypes.c_int * 4))
+
+
+def finish(
+    kernel: nvrtc.Kernel, partials: Tensor, pieces: Sequence[tuple[Tensor | None, int]]
+) -> None:
+    """Add up the rows of `partials` into tensors of the given sizes; None leaves a piece out."""
+    made = Pieces()
+    for i, (tensor, size) in enumerate(pieces):
+        made.at[i], made.size[i] = 0 if tensor is None else tensor.data_ptr(), size
+    rows, columns = partials.shape
+    arguments = [pointer(partials), made, ctypes.c_int(columns), ctypes.c_int(rows)]
+    kernel.launch(-(-columns // 32), 256, arguments)

@@ -167,6 +167,63 @@ __device__ __forceinline__ float largest(float x) {
     return x;
 }
 
+// softmax over the streams of a number of each; lane i (modulo LANES) has stream i's.
+__device__ __forceinline__ float softmax(float logit, int stream) {
+    const bool real = stream < N;
+    const float top = largest(real ? logit : LOWEST), e = real ? expf(logit - top) : 0.0f;
+    return quotient(e, over_streams(e));
+}
+
+// alpha_i sum_j alpha_j (dalpha_i - dalpha_j): differences first, which keeps what is left where one alpha is nearly 1.
+__device__ __forceinline__ float softmax_gradient(float alpha, float dalpha) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        sum += __shfl_sync(~0u, alpha, j) * (dalpha - __shfl_sync(~0u, dalpha, j));
+    return alpha * sum;
+}
+
+// The sum over a team of one number of each thread.
+__device__ __forceinline__ float over_team(float x, float *room, int team, int warp) {
+#pragma unroll
+    for (int o = 16; o >= 1; o /= 2)
+        x += __shfl_xor_sync(~0u, x, o);
+    if (WARPS > 1) {
+        room[warp] = x;
+        team_sync(team);
+        x = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            x += room[w];
+    }
+    return x;
+}
+
+// The `columns` sums of all teams of a block, added in the order of the teams: the same in every run.
+__device__ __forceinline__ void add_teams(const float *sums, int columns, float *row) {
+    for (int c = threadIdx.x; c < columns; c += THREADS * TEAMS) {
+        float sum = 0.0f;
+        for (int t = 0; t < TEAMS; t++)
+            sum += sums[t * columns + c];
+        row[c] = sum;
+    }
+}
+
+// Where a thread stands, and which tokens its team takes.
+struct Place {
+    int team, warp, lane, member, stream;
+    long long first, stride;
+
+    // The broadcast tells the compiler that a warp stays together through the loop over tokens. Neighbouring tokens go
+    // to different blocks, so that what is left over in the last round is spread over all of them.
+    __device__ __forceinline__ Place() {
+        const int wave = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        team = wave / WARPS, warp = wave % WARPS, lane = threadIdx.x % 32;
+        member = 32 * warp + lane, stream = lane & (LANES - 1);
+        first = (long long)team * gridDim.x + blockIdx.x, stride = (long long)gridDim.x * TEAMS;
+    }
+};
+
 // A team's ring of slabs in shared memory. Slab q of the tokens it will see is in slot q % SLOTS.
 template <int ROWS, int EXTRA> struct Ring {
     static constexpr int SLOT_BYTES = ROWS * SLAB_BYTES + EXTRA;

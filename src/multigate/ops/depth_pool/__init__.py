@@ -10,7 +10,7 @@ from multigate.ops.checks import check_tensors
 from . import reference
 from .op import fused
 
-KERNELS = ("triton",)
+KERNELS = ("triton", "cuda")
 
 
 def depth_pool(
@@ -28,8 +28,8 @@ def depth_pool(
 
     The values are the raw sources; only the keys are normalised, without a weight (a key gain is
     multiplied into `query` by the caller). With `norm_weight` [D] the result is RMSNorm(h) *
-    norm_weight. `backend` is "torch" (the reference), "triton" (fused kernels) or "auto"
-    (the kernels where they can run); see `multigate.ops.backend`.
+    norm_weight. `backend`: "torch" is the reference, "triton" and "cuda" (up to 16 sources) are
+    fused kernels, "auto" takes one that can run; see `multigate.ops.backend`.
     """
     if not sources:
         raise ValueError("depth_pool needs at least one source, and the list is empty.")
@@ -52,7 +52,8 @@ def depth_pool(
             )
     dtypes = {str(source.dtype) for source in sources}
     dtype = dtypes.pop() if len(dtypes) == 1 else "sources of several dtypes"
-    if choose("depth_pool", KERNELS, backend, query.device.type, dtype) == "torch":
+    kernel = choose("depth_pool", KERNELS, backend, query.device.type, dtype)
+    if kernel == "torch":
         return reference.depth_pool(sources, query, scale, norm_weight, eps)
-    h, _ = fused(list(sources), query, norm_weight, scale, eps)
+    h, _ = fused(list(sources), query, norm_weight, scale, eps, kernel)
     return h

@@ -1,6 +1,6 @@
 """The fused depth_pool as torch.library operators, which autograd and torch.compile understand.
 
-The kernels are imported when they first run, so this file needs no Triton.
+Triton is imported when it first runs, so this file does not need it.
 """
 
 import math
@@ -10,26 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import cuda
+from .plan import saved_rows
+
 
 @torch.library.custom_op("multigate::depth_pool", mutates_args=())
 def fused(
-    sources: list[Tensor], query: Tensor, norm_weight: Tensor | None, scale: float, eps: float
+    sources: list[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    scale: float,
+    eps: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """h as `depth_pool` returns it, and what the backward pass needs of each token."""
-    from . import triton
-
+    rows = _rows(sources)
     with torch.cuda.device_of(sources[0]):
-        h, saved = triton.forward(_rows(sources), *_weights(query, norm_weight), scale, eps)
+        kernels = _kernels(backend, rows)
+        h, saved = kernels.forward(rows, *_weights(query, norm_weight), scale, eps)
     return h.view(sources[0].shape), saved
 
 
 @fused.register_fake
 def _(
-    sources: list[Tensor], query: Tensor, norm_weight: Tensor | None, scale: float, eps: float
+    sources: list[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    scale: float,
+    eps: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     first = sources[0]
     tokens = math.prod(first.shape[:-1])
-    saved = first.new_empty((3 + 2 * len(sources), tokens), dtype=torch.float32)
+    saved = first.new_empty((saved_rows(len(sources)), tokens), dtype=torch.float32)
     return first.new_empty(first.shape), saved
 
 
@@ -42,15 +55,15 @@ def fused_backward(
     saved: Tensor,
     scale: float,
     wanted: list[bool],
+    backend: str,
 ) -> list[Tensor]:
     """The gradients that are `wanted` of (*sources, query, norm_weight), without gaps."""
-    from . import triton
-
+    rows, weights = _rows(sources), _weights(query, norm_weight)
     with torch.cuda.device_of(grad_h):
-        grads, dquery, dnorm = triton.backward(
+        grads, dquery, dnorm = _kernels(backend, rows).backward(
             grad_h.reshape(-1, grad_h.shape[-1]),
-            _rows(sources),
-            *_weights(query, norm_weight),
+            rows,
+            *weights,
             saved,
             scale,
             wanted[:-2],
@@ -70,6 +83,7 @@ def _(
     saved: Tensor,
     scale: float,
     wanted: list[bool],
+    backend: str,
 ) -> list[Tensor]:
     inputs = [*sources, query, norm_weight]
     return [
@@ -80,7 +94,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    sources, query, norm_weight, ctx.scale, _ = inputs
+    sources, query, norm_weight, ctx.scale, _, ctx.backend = inputs
     ctx.save_for_backward(*sources, query, norm_weight, output[1])
     ctx.set_materialize_grads(False)
 
@@ -89,13 +103,24 @@ def _backward(ctx: Any, grad_h: Tensor | None, _: Tensor | None) -> tuple[Any, .
     *sources, query, norm_weight, saved = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1:3]]
     if grad_h is None:
-        return [None] * len(sources), None, None, None, None
-    found = iter(fused_backward(grad_h, sources, query, norm_weight, saved, ctx.scale, wanted))
+        return [None] * len(sources), None, None, None, None, None
+    found = iter(
+        fused_backward(grad_h, sources, query, norm_weight, saved, ctx.scale, wanted, ctx.backend)
+    )
     *dsources, dquery, dnorm = [next(found) if want else None for want in wanted]
-    return dsources, dquery, dnorm, None, None
+    return dsources, dquery, dnorm, None, None, None
 
 
 fused.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _kernels(backend: str, sources: Sequence[Tensor]) -> Any:
+    """The module whose `forward` and `backward` run; Triton does what CUDA's does not take."""
+    if backend == "cuda" and cuda.takes(sources):
+        return cuda
+    from . import triton
+
+    return triton
 
 
 def _rows(sources: Sequence[Tensor]) -> list[Tensor]:

@@ -24,6 +24,11 @@ class Plan:
     """programs a multiprocessor; backward only"""
 
 
+def saved_rows(count: int) -> int:
+    """Numbers that the forward pass keeps of a token: 2 a source and 3 more, in whole 16 bytes."""
+    return (2 * count + 6) // 4 * 4
+
+
 def plan(count: int, width: int, itemsize: int, backward: bool) -> Plan:
     """One warp a token while a lane then has few numbers of a row, otherwise more warps.
 

@@ -6,9 +6,9 @@ sources as a tuple and is compiled for this m. Otherwise it walks over them a gr
 the next group on its way, and finds them in a table of addresses: one kernel for every m. The table
 is written by a kernel too, so nothing is copied from the host. All sums are float32.
 
-`saved` is float32 [3 + 2 m, tokens]: the largest logit, 1 / sum_i exp(logit_i - largest), the
+`saved` is float32 [saved_rows(m), tokens]: the largest logit, 1 / sum_i exp(logit_i - largest), the
 inverse rms of the pooled row (0 without a norm weight), then of each source its inverse rms and its
-logit.
+logit, then zeros.
 """
 
 # The compiler of Triton reads the kernels, not Python: their arguments have no types to check.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Plan, plan
+from .plan import Plan, plan, saved_rows
 
 INTERPRETED_PROCESSORS = 1
 
@@ -141,6 +141,8 @@ def forward_kernel(
     stats = saved + token
     step = tl.cast(tokens, tl.int64)
     q = load_weight(query, WIDTH, SECTION)
+    for spare in range(3 + 2 * count, (2 * count + 6) // 4 * 4):
+        tl.store(stats + spare * step, tl.zeros([BLOCK], tl.float32), mask=alive)
 
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -401,7 +403,7 @@ def forward(
     tokens, width = first.shape
     chosen = chosen or plan(len(sources), width, first.element_size(), backward=False)
     h = first.new_empty(first.shape)
-    saved = first.new_empty((3 + 2 * len(sources), tokens), dtype=torch.float32)
+    saved = first.new_empty((saved_rows(len(sources)), tokens), dtype=torch.float32)
     if tokens:
         forward_kernel[(triton.cdiv(tokens, chosen.block),)](
             _reachable(sources, first.device, chosen),

@@ -54,9 +54,10 @@ def forward(
     assert cut is not None, "takes() has refused what does not fit"
     switches = (competitive, norm_weight is not None, False, False)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
+    weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
     arguments = [
         cuda.rows(streams),
-        *map(pointer, (y, w_gate, w_pool, bias, norm_weight, h, new_streams, saved)),
+        *map(pointer, (y, *weights, h, new_streams, saved)),
         ctypes.c_int64(tokens),
         ctypes.c_float(eps),
     ]
@@ -82,31 +83,31 @@ def backward(
     n, (tokens, width) = len(streams), y.shape
     dy = torch.empty_like(y)
     dstreams = y.new_empty(tokens, n, width)
-    weights = (w_gate, w_pool, bias)
+    like = [y.new_empty(k, dtype=torch.float32) for k in (width, width, len(bias), width)]
+    dw_gate, dw_pool, dbias = like[:3]
+    dnorm = None if norm_weight is None else like[3]
     if tokens == 0:
-        dnorm = None if norm_weight is None else torch.zeros_like(norm_weight)
-        dw_gate, dw_pool, dbias = map(torch.zeros_like, weights)
+        for sums in like:
+            sums.zero_()
         return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
-    dw_gate, dw_pool, dbias = map(torch.empty_like, weights)
-    dnorm = None if norm_weight is None else torch.empty_like(norm_weight)
     what = problem(n, width, y.element_size(), grad_h, grad_streams)
     cut = cut or cuda.plan(what)
     assert cut is not None, "takes() has refused what does not fit"
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
     kernel, finish = _kernels(y.device, what, y.dtype, cut, (competitive, *given))
     blocks = cuda.blocks(tokens, y.device)
-    columns = 3 * width + len(bias)
-    partials = y.new_empty(blocks, columns, dtype=torch.float32)
-    inputs = (y, grad_streams, grad_h, *weights, norm_weight, saved)
+    partials = y.new_empty(blocks, 3 * width + len(bias), dtype=torch.float32)
+    grads = [None if g is None else cuda.ready(g) for g in (grad_streams, grad_h)]
+    weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
     arguments = [
         cuda.rows(streams),
-        *map(pointer, (*inputs, dstreams, dy, partials)),
+        *map(pointer, (y, *grads, *weights, saved, dstreams, dy, partials)),
         ctypes.c_int64(tokens),
         ctypes.c_float(eps),
     ]
     kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
-    sums = [*map(pointer, (partials, dw_gate, dw_pool, dnorm, dbias)), ctypes.c_int(blocks)]
-    finish.launch(-(-columns // 32), 256, sums)
+    pieces = [(dw_gate, width), (dw_pool, width), (dnorm, width), (dbias, len(bias))]
+    cuda.finish(finish, partials, pieces)
     return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
 
 
@@ -121,7 +122,7 @@ def _kernels(
     """The kernel of a pass, and the one that adds up its weight gradients."""
     name = "backward" if what.backward else "forward"
     names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H")
-    text = cuda.source(FOLDER, ("step", name))
+    text = cuda.source(FOLDER, what.backward, "step")
     module = cuda.compiled(device, text, what, dtype, cut, dict(zip(names, switches, strict=True)))
     kernel = module.kernel(name, what.dynamic_bytes(cut))
     return kernel, module.kernel("finish", 0) if what.backward else kernel

@@ -1,4 +1,4 @@
-// The backward pass; after step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are.
+// The backward pass; after finish.cu and step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are.
 
 // One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dgain (each C) and dbias.
 constexpr int PARTIAL = 3 * C + N + COMPETITIVE;
@@ -21,13 +21,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     __shared__ __align__(16) Terms coefficients[TEAMS * WARPS][N];
     __shared__ float dbias[TEAMS][N + COMPETITIVE];
 
-    // The broadcast tells the compiler that a warp stays together through the loop over tokens.
-    const int wave = __shfl_sync(~0u, threadIdx.x / 32, 0), team = wave / WARPS, warp = wave % WARPS;
-    const int lane = threadIdx.x % 32, member = 32 * warp + lane, stream = lane & (LANES - 1);
+    const Place place;
+    const int team = place.team, warp = place.warp, lane = place.lane, member = place.member, stream = place.stream;
     TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
-    // Neighbouring tokens go to different blocks, so that what is left over in the last round is spread over all of them.
-    const long long stride = (long long)gridDim.x * TEAMS, first = (long long)team * gridDim.x + blockIdx.x;
-
     ring.init(warp, lane);
 
     auto issue = [&](long long token, int slab, int slot) {
@@ -50,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     };
 #pragma unroll
     for (int q = 0; q < SLOTS; q++)
-        issue(first + (q / SLABS) * stride, q % SLABS, q);
+        issue(place.first + (q / SLABS) * place.stride, q % SLABS, q);
     team_sync(team);
 
     float dgate[SLABS][CHUNK], dpool[SLABS][CHUNK], dgain[SLABS][CHUNK];
@@ -64,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
     int slot = 0, turn = 0;
     u32 parity = 0;
-    for (long long token = first; token < tokens; token += stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
         wait(ring.barriers + slot, parity);
         const float *kept = ring.extra(slot);
         const int i = min(stream, N - 1);
@@ -233,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 store(dy_row + c * 16, pack(to_y));
             }
             team_sync(team);
-            issue(token + ((slab + SLOTS) / SLABS) * stride, (slab + SLOTS) % SLABS, at);
+            issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
             if (++at == SLOTS)
                 at = 0, parity ^= 1;
         }
@@ -260,42 +256,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         }
     __syncthreads();
     float *row = partials + (long long)blockIdx.x * PARTIAL;
-    for (int c = threadIdx.x; c < 3 * C; c += THREADS * TEAMS) {
-        float sum = 0.0f;
-        for (int t = 0; t < TEAMS; t++)
-            sum += sums[t * 3 * C + c];
-        row[c] = sum;
-    }
+    add_teams(sums, 3 * C, row);
     for (int b = threadIdx.x; b < N + COMPETITIVE; b += THREADS * TEAMS) {
         float sum = 0.0f;
         for (int t = 0; t < TEAMS; t++)
             sum += dbias[t][b];
         row[3 * C + b] = sum;
     }
-}
-
-// The sums of the partials of all blocks, in a fixed order: 32 columns a block of 8 warps.
-extern "C" __global__ void __launch_bounds__(256)
-    finish(const float *partials, float *dgate, float *dpool, float *dgain, float *dbias, int blocks) {
-    __shared__ float part[8][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    float sum = 0.0f;
-    if (column < PARTIAL)
-#pragma unroll 8
-        for (int b = warp; b < blocks; b += 8)
-            sum += partials[(long long)b * PARTIAL + column];
-    part[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || column >= PARTIAL)
-        return;
-    for (int w = 1; w < 8; w++)
-        sum += part[w][lane];
-    if (column < C)
-        dgate[column] = sum;
-    else if (column < 2 * C)
-        dpool[column - C] = sum;
-    else if (column >= 3 * C)
-        dbias[column - 3 * C] = sum;
-    else if (NORM)
-        dgain[column - 2 * C] = sum;
 }

@@ -11,13 +11,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     __shared__ float square[TEAMS][2][WARPS];
     __shared__ float2 coefficients[TEAMS * WARPS][N];
 
-    // The broadcast tells the compiler that a warp stays together through the loop over tokens.
-    const int wave = __shfl_sync(~0u, threadIdx.x / 32, 0), team = wave / WARPS, warp = wave % WARPS;
-    const int lane = threadIdx.x % 32, member = 32 * warp + lane, stream = lane & (LANES - 1);
+    const Place place;
+    const int team = place.team, warp = place.warp, lane = place.lane, member = place.member, stream = place.stream;
     TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
-    // Neighbouring tokens go to different blocks, so that what is left over in the last round is spread over all of them.
-    const long long stride = (long long)gridDim.x * TEAMS, first = (long long)team * gridDim.x + blockIdx.x;
-
     ring.init(warp, lane);
 
     auto issue = [&](long long token, int slab, int slot) {
@@ -34,13 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     };
 #pragma unroll
     for (int q = 0; q < SLOTS; q++)
-        issue(first + (q / SLABS) * stride, q % SLABS, q);
+        issue(place.first + (q / SLABS) * place.stride, q % SLABS, q);
     team_sync(team);
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
     int slot = 0, turn = 0;
     u32 parity = 0;
-    for (long long token = first; token < tokens; token += stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
         float sums[Sums<COUNT>::GROUPS * 32];
 #pragma unroll
         for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
@@ -121,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 }
             }
             team_sync(team);
-            issue(token + ((slab + SLOTS) / SLABS) * stride, (slab + SLOTS) % SLABS, at);
+            issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
             if (++at == SLOTS)
                 at = 0, parity ^= 1;
         }
@@ -129,18 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
         float r = 0.0f;
         if (NORM) {
-#pragma unroll
-            for (int o = 16; o >= 1; o /= 2)
-                hh += __shfl_xor_sync(~0u, hh, o);
-            if (WARPS > 1) {
-                square[team][turn][warp] = hh;
-                team_sync(team);
-                hh = 0.0f;
-#pragma unroll
-                for (int w = 0; w < WARPS; w++)
-                    hh += square[team][turn][w];
-            }
-            r = rsqrtf(hh * SCALE + eps);
+            r = rsqrtf(over_team(hh, square[team][turn], team, warp) * SCALE + eps);
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;

@@ -29,8 +29,6 @@ struct Step {
         const float ss_new = rest * rest * ss + 2.0f * beta * rest * sy + beta * beta * yy;
         r_new = rsqrtf(fmaxf(ss_new, 0.0f) * SCALE + eps);
         logit = (rest * sp + beta * yp) * r_new * root;
-        const float top = largest(real ? logit : LOWEST);
-        const float e = real ? expf(logit - top) : 0.0f;
-        alpha = quotient(e, over_streams(e));
+        alpha = softmax(logit, i);
     }
 };

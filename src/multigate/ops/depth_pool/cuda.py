@@ -1,0 +1,132 @@
+"""Pooling over up to 16 sources by CUDA kernels, for Hopper and later."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from multigate.ops import cuda, nvrtc
+from multigate.ops.cuda import Plan, Problem, pointer
+
+from .plan import saved_rows
+
+FOLDER = Path(__file__).with_name("cuda_kernels")
+MOST_SOURCES = 16
+
+
+def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem:
+    if not backward:
+        return Problem(count, width, itemsize, count, 2 * count, False)
+    return Problem(count, width, itemsize, count + 1, 2 * count, True, saved_rows(count))
+
+
+def takes(sources: Sequence[Tensor]) -> bool:
+    """Whether these kernels do this problem, forward and backward."""
+    if len(sources) > MOST_SOURCES or not cuda.aligned(sources):
+        return False
+    size = sources[0].element_size()
+    return cuda.plan(problem(len(sources), sources[0].shape[1], size, True)) is not None
+
+
+def forward(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    scale: float,
+    eps: float,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h [tokens, width] and `saved`, from sources [tokens, width] of one dtype and row stride."""
+    first = sources[0]
+    tokens, width = first.shape
+    h = first.new_empty(first.shape)
+    saved = first.new_empty((saved_rows(len(sources)), tokens), dtype=torch.float32)
+    if tokens == 0:
+        return h, saved
+    what = problem(len(sources), width, first.element_size(), False)
+    cut = cut or cuda.plan(what)
+    assert cut is not None, "takes() has refused what does not fit"
+    kernel, _ = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
+    weights = cuda.weights(query, norm_weight)
+    arguments = [
+        cuda.rows(sources),
+        *map(pointer, (*weights, h, saved)),
+        ctypes.c_int64(tokens),
+        ctypes.c_float(scale),
+        ctypes.c_float(eps),
+    ]
+    kernel.launch(cuda.blocks(tokens, first.device), 32 * cut.warps * cut.teams, arguments)
+    return h, saved
+
+
+def backward(
+    grad_h: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+    query_wanted: bool = True,
+    norm_wanted: bool = True,
+    cut: Plan | None = None,
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """The gradients of the sources that are `wanted`, of the query and of the norm weight."""
+    first = sources[0]
+    tokens, width = first.shape
+    grads = [first.new_empty(first.shape) if want else None for want in wanted]
+    dquery, dgain = (torch.zeros(width, device=first.device) for _ in range(2))
+    if tokens:
+        _backward(grad_h, sources, query, norm_weight, saved, scale, grads, dquery, dgain, cut)
+    dnorm = dgain.to(norm_weight.dtype) if norm_wanted and norm_weight is not None else None
+    return grads, dquery.to(query.dtype) if query_wanted else None, dnorm
+
+
+def _backward(
+    grad_h: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    scale: float,
+    grads: Sequence[Tensor | None],
+    dquery: Tensor,
+    dgain: Tensor,
+    cut: Plan | None,
+) -> None:
+    """Fill in the gradients."""
+    first = sources[0]
+    tokens, width = first.shape
+    what = problem(len(sources), width, first.element_size(), True)
+    cut = cut or cuda.plan(what)
+    assert cut is not None, "takes() has refused what does not fit"
+    kernel, finish = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
+    blocks = cuda.blocks(tokens, first.device)
+    partials = first.new_empty(blocks, 2 * width, dtype=torch.float32)
+    ready = cuda.ready(grad_h)
+    arguments = [
+        cuda.rows(sources),
+        *map(pointer, (ready, *cuda.weights(query, norm_weight), saved)),
+        cuda.rows(grads),
+        pointer(partials),
+        ctypes.c_int64(tokens),
+        ctypes.c_float(scale),
+    ]
+    kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
+    cuda.finish(
+        finish, partials, [(dquery, width), (dgain if norm_weight is not None else None, width)]
+    )
+
+
+@functools.cache
+def _kernels(
+    device: torch.device, what: Problem, dtype: torch.dtype, cut: Plan, norm: bool
+) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
+    """The kernel of a pass, and the one that adds up its weight gradients."""
+    text = cuda.source(FOLDER, what.backward)
+    module = cuda.compiled(device, text, what, dtype, cut, {"NORM": norm})
+    kernel = module.kernel("backward" if what.backward else "forward", what.dynamic_bytes(cut))
+    return kernel, module.kernel("finish", 0) if what.backward else kernel
