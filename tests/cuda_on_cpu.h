@@ -1,7 +1,7 @@
 // CUDA C++ on a CPU: what machine.cu asks of a GPU, and the words of the language that the kernels use.
 //
-// The threads of a block are fibers that take turns; one gives up its turn where it has to wait for others. Blocks run
-// one after the other. Bulk copies are made as late as possible (when somebody waits for them) or as early (when they
+// The threads of a block are fibers that take turns; one gives up its turn where it has to wait for others. A warp goes
+// on as far as it can before the next one begins, and blocks run one after the other. Bulk copies are made as late as possible (when somebody waits for them) or as early (when they
 // are issued), by the variable `eager`: a kernel that reads too early or frees a slot too early fails one of the two.
 
 #include <ucontext.h>
@@ -227,12 +227,18 @@ template <class... A> void run(void (*kernel)(A...), int blocks, int threads, in
         for (int left = threads; left > 0;) {
             const u64 before = progress;
             left = 0;
-            for (int i = 0; i < threads; i++) {
-                if (fibers[i].done)
-                    continue;
-                threadIdx.x = i;
-                swapcontext(&home, &fibers[i].context);
-                left += !fibers[i].done;
+            for (int first = 0; first < threads; first += 32) {
+                u64 moved;
+                do {
+                    moved = progress;
+                    for (int i = first; i < min(first + 32, threads); i++) {
+                        threadIdx.x = i;
+                        if (!fibers[i].done)
+                            swapcontext(&home, &fibers[i].context);
+                    }
+                } while (progress != moved);
+                for (int i = first; i < min(first + 32, threads); i++)
+                    left += !fibers[i].done;
             }
             if (left && progress == before)
                 printf("the threads of a block wait for each other\n"), abort();

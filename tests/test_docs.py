@@ -1,5 +1,6 @@
 """Every command and code block of the documents runs; their numbers are what the code says."""
 
+import json
 import os
 import re
 import shutil
@@ -128,6 +129,37 @@ def test_the_commands_of_the_training_page_are_understood():
         else:
             scale = words[words.index("--scale") + 1]
             assert parse(type(resolve()), words, command, resolve(scale)).scale == scale
+
+
+def test_the_commands_of_the_kernels_page_are_understood():
+    from multigate.__main__ import parse
+    from multigate.bench import BenchConfig
+
+    lines = re.findall(r"^multigate bench (.*)$", (ROOT / "docs/kernels.md").read_text(), re.M)
+    configs = [parse(BenchConfig, line.split(), "bench") for line in lines]
+    assert [config.what for config in configs] == ["ops", "steps"]
+
+
+def test_the_figures_of_the_kernels_page_are_those_of_the_file():
+    """The share of copy bandwidth and the time of every cell, and the steps."""
+    rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())["rows"]
+    text = (ROOT / "docs/kernels.md").read_text()
+    for name in ("forward", "backward"):
+        for n in (4, 8):
+            (line,) = re.findall(rf"^\| {name} \| {n} \|(.*)\|$", text, re.M)
+            for width, cell in zip((768, 1024, 1280, 2048, 4096), line.split("|"), strict=True):
+                found = [
+                    f"{row['us']:.0f} ({row['share_of_copy']:.0%})"
+                    for row in rows
+                    if row["case"] == "gate_pool"
+                    and (row["pass"], row["backend"], row["n"]) == (name, "cuda", n)
+                    and (row["width"], row["tokens"], row["norm"]) == (width, 32768, False)
+                ]
+                assert found == [cell.strip()] * bool(cell.strip())
+    for row in rows:
+        if row["case"] == "step":
+            shown = f"| {row['ms']:.1f} | {row['tokens_per_s']:,.0f} | +{row['overhead']:.1%} |"
+            assert f"`{row['residual']}`, n = {row['n']} {shown}" in text
 
 
 def test_the_table_of_residuals_is_what_the_code_says():

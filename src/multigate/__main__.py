@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -110,6 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    # What the library notes, such as the choice of a kernel, is worth a line to a person.
+    if rank() == "":
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("multigate").setLevel(logging.INFO)
     try:
         return COMMANDS[options.command](given[1:])
     except KeyboardInterrupt:
