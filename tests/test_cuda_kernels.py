@@ -122,6 +122,12 @@ def test_an_output_that_is_not_used(emulated, missing):
         check(leaves, grads, True, norm)
 
 
+def test_the_sums_of_many_blocks(emulated, monkeypatch):
+    """More blocks than warps that add them up."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 19)
+    check(*problem(40, 2, 64, True, torch.float32), True, True)
+
+
 def test_fewer_tokens_than_blocks(emulated):
     check(*problem(1, 3, 64, True, torch.float32), True, True)
 
