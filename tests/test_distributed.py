@@ -67,6 +67,20 @@ def test_two_processes_reach_the_losses_of_one(parallel, residual, data, tmp_pat
     assert vals[1] == pytest.approx(vals[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_with_kernels_reach_the_losses_of_one_without(
+    parallel, data, tmp_path, monkeypatch
+):
+    settings = {"steps": 4, "tokens_per_step": 128, "micro_batch": 2, "parallel": parallel}
+    one, two = (small(data, tmp_path / n, **settings) for n in ("one", "two"))
+    run(one)
+    monkeypatch.setenv("MULTIGATE_BACKEND", "triton")
+    shown = finished(torchrun(two, tmp_path))
+    assert shown.count("gate_pool by triton: fused kernels can run here") == 1
+    assert values(two, "loss") == pytest.approx(values(one, "loss"), abs=1e-5)
+    assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-4)
+
+
 def forget(config, step):
     """Remove the checkpoints after `step`."""
     for path in checkpoints(config.folder):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
 
 from multigate.ops import backend, gate_pool
 from multigate.ops.cuda import SHARED, plan
@@ -100,6 +101,21 @@ def test_compile_without_a_graph_break_or_a_recompilation():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1, "compiled again for another number of tokens"
+
+
+def test_under_autocast_and_activation_checkpointing():
+    leaves = inputs(5)
+    y, streams, *weights, gain = leaves
+
+    def step(y, streams):
+        return gate_pool(y, streams, *weights, norm_weight=gain, backend="triton")
+
+    plain = step(y, streams)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = torch.utils.checkpoint.checkpoint(step, y, streams, use_reentrant=False)
+    results = [(*o, *gradients(o, leaves)) for o in (plain, again)]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_gradient_of_a_gradient_is_refused():

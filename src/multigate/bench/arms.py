@@ -12,11 +12,13 @@ from torch import Tensor
 
 from multigate.ops import depth_pool, gate_pool
 from multigate.ops.backend import why_not
-from multigate.ops.gate_pool import cuda
+from multigate.ops.depth_pool import cuda as depth_pool_cuda
+from multigate.ops.gate_pool import cuda as gate_pool_cuda
 
 from .cases import CASES, EPS, Inputs
 from .listing import listing
 
+NOT_TAKEN = "the CUDA kernel does not take this size: Triton's would run."
 Forward = Callable[[Inputs], tuple[Tensor, ...]]
 
 
@@ -128,8 +130,8 @@ def fused_gate_pool(backend: str) -> Callable[[Inputs], Forward]:
 
     def prepare(x: Inputs) -> Forward:
         check_backend(backend, x)
-        if backend == "cuda" and not cuda.takes(x.rows[0], x.rows[1].unbind(1)):
-            raise Unsupported("the CUDA kernel does not take this size: Triton's would run.")
+        if backend == "cuda" and not gate_pool_cuda.takes(x.rows[0], x.rows[1].unbind(1)):
+            raise Unsupported(NOT_TAKEN)
         return forward
 
     return prepare
@@ -142,6 +144,8 @@ def fused_depth_pool(backend: str) -> Callable[[Inputs], Forward]:
 
     def prepare(x: Inputs) -> Forward:
         check_backend(backend, x)
+        if backend == "cuda" and not depth_pool_cuda.takes(x.rows):
+            raise Unsupported(NOT_TAKEN)
         return forward
 
     return prepare
@@ -154,3 +158,4 @@ register(Arm("gate_pool", "cuda", fused_gate_pool("cuda")))
 register(Arm("depth_pool", "torch", eager("depth_pool"), kernel=False))
 register(Arm("depth_pool", "compile", compiled_depth_pool))
 register(Arm("depth_pool", "triton", fused_depth_pool("triton")))
+register(Arm("depth_pool", "cuda", fused_depth_pool("cuda")))

@@ -62,13 +62,23 @@ class AttentionResidual(Residual):
         return x, ((x,), ())
 
     def _step(self, i: int, y: Tensor | None, state: State) -> tuple[Tensor, State]:
+        return self._advance(i, y, state, None)
+
+    def _step_normed(
+        self, i: int, y: Tensor | None, state: State, norm: nn.Module
+    ) -> tuple[Tensor, State] | None:
+        return self._advance(i, y, state, norm.weight) if self._fuses(norm) else None
+
+    def _advance(
+        self, i: int, y: Tensor | None, state: State, norm_weight: Tensor | None
+    ) -> tuple[Tensor, State]:
         closed, block = state
         if i in self.block_starts:
             closed, block = closed + block, ()
         if y is not None:
             dtype = closed[0].dtype
             block = ((block[0] + y).to(dtype),) if block else (y.to(dtype),)
-        return self._read(i, closed + block), (closed, block)
+        return self._read(i, closed + block, norm_weight), (closed, block)
 
     def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
         closed, block = state
@@ -76,15 +86,26 @@ class AttentionResidual(Residual):
         return (*closed, *(block or (closed[0][..., :0],)))
 
     def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
+        return self._read_again(i, sent, None)
+
+    def _resume_normed(
+        self, i: int, sent: tuple[Tensor, ...], norm: nn.Module
+    ) -> tuple[Tensor, State] | None:
+        return self._read_again(i, sent, norm.weight) if self._fuses(norm) else None
+
+    def _read_again(
+        self, i: int, sent: tuple[Tensor, ...], norm_weight: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """What step i - 1 has read, and the state it has left."""
         *closed, last = sent
         block = (last,) if last.numel() else ()
-        return self._read(i - 1, (*closed, *block)), (tuple(closed), block)
+        return self._read(i - 1, (*closed, *block), norm_weight), (tuple(closed), block)
 
-    def _read(self, i: int, sources: tuple[Tensor, ...]) -> Tensor:
+    def _read(self, i: int, sources: tuple[Tensor, ...], norm_weight: Tensor | None) -> Tensor:
         query = cast(Reader, self.readers[i]).effective_query()
         if self._record is not None:
             self.note(i, alpha=depth_weights(sources, query, self.scale, self.eps))
-        return depth_pool(sources, query, scale=self.scale, eps=self.eps)
+        return depth_pool(sources, query, scale=self.scale, norm_weight=norm_weight, eps=self.eps)
 
 
 @register_residual("attnres-full")

@@ -21,12 +21,13 @@ And two verbs for a pipeline, whose next stage goes on with sublayer i in anothe
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from multigate.names import unknown
+from multigate.norm import RMSNorm
 from multigate.numerics import without_autocast
 
 from .layout import Layout, filled, numbered, usual_layout
@@ -186,6 +187,10 @@ class Residual(nn.Module):
     ) -> tuple[Tensor, State] | None:
         """The step with `norm` fused into it, or None where this norm cannot be fused."""
         return None
+
+    def _fuses(self, norm: nn.Module) -> TypeGuard[RMSNorm]:
+        """Whether `norm` is the one that the fused operations can end with."""
+        return type(norm) is RMSNorm and norm.eps == self.eps
 
     def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
         """Unless overridden: h and the tensors of the state, each of them once."""

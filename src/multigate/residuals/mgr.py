@@ -1,13 +1,12 @@
 """Multi-Gate Residuals: n streams, a gate to write them and attention to read them."""
 
 from collections.abc import Sequence
-from typing import ClassVar, TypeGuard, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from multigate.names import unknown
-from multigate.norm import RMSNorm
 from multigate.ops import depth_pool, gate_pool
 from multigate.ops.depth_pool.reference import depth_weights
 from multigate.ops.gate_pool import VARIANTS
@@ -170,7 +169,7 @@ class MultiGate(Residual):
     def _step_normed(
         self, i: int, y: Tensor | None, state: State, norm: nn.Module
     ) -> tuple[Tensor, State] | None:
-        if self._can_fuse(norm):
+        if self._fuses(norm):
             return self._advance(i, y, state, norm.weight)
         return None
 
@@ -183,12 +182,9 @@ class MultiGate(Residual):
     def _resume_normed(
         self, i: int, sent: tuple[Tensor, ...], norm: nn.Module
     ) -> tuple[Tensor, State] | None:
-        if self._can_fuse(norm):
+        if self._fuses(norm):
             return self._read_again(i, sent, norm.weight)
         return None
-
-    def _can_fuse(self, norm: nn.Module) -> TypeGuard[RMSNorm]:
-        return type(norm) is RMSNorm and norm.eps == self.eps
 
     def _batch_shape(self, i: int, state: State) -> torch.Size:
         return state[0].shape[:-2] if self._packed(i, state) else state[0].shape[:-1]
