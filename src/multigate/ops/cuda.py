@@ -13,7 +13,7 @@ from . import nvrtc
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 SHARED = 227 * 1024
-"""Bytes of shared memory a block may have."""
+"""Bytes of shared memory that a block of Hopper's may have."""
 IN_FLIGHT = 72 * 1024
 """Bytes a multiprocessor should wait for: fewer leave memory idle, more disturb its order."""
 
@@ -60,8 +60,8 @@ class Problem:
 
 
 @functools.cache
-def plan(problem: Problem) -> Plan | None:
-    """A cut that was fast on an H200; None where a token does not fit into shared memory.
+def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
+    """A cut that was fast on an H200; None where a token does not fit into `shared` bytes.
 
     A thread has one chunk of a row where there are registers for that many warps.
     """
@@ -81,12 +81,22 @@ def plan(problem: Problem) -> Plan | None:
             teams = max(1, min(-(-tokens // 2), most // warps))
         ahead = max(tokens // teams, 2 if warps > 4 else 1)
     while teams:
-        room = (SHARED - p.static_bytes(warps, teams)) // teams
+        room = (shared - p.static_bytes(warps, teams)) // teams
         ahead = min(ahead, room // token, 4)
         if ahead and not (p.backward and room < 12 * p.width):
             return Plan(warps, teams, ahead * slabs, hold=slabs == 1)
         teams, ahead = teams - 1, 1
     return None
+
+
+def plan_on(device: torch.device, problem: Problem) -> Plan | None:
+    """`plan` for the shared memory that a device has."""
+    return plan(problem, _shared(device))
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    return nvrtc.shared_memory(device.index) if device.type == "cuda" else SHARED
 
 
 def aligned(rows: Sequence[Tensor]) -> bool:

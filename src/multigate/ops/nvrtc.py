@@ -48,6 +48,16 @@ def _check(status: int, what: str) -> None:
         raise RuntimeError(f"CUDA: {what} failed: {(text.value or b'?').decode()}.")
 
 
+def shared_memory(device: int) -> int:
+    """The most bytes of shared memory that a block may ask for."""
+    found, max_shared_memory_per_block_optin = ctypes.c_int(), 97
+    status = _driver().cuDeviceGetAttribute(
+        ctypes.byref(found), max_shared_memory_per_block_optin, device
+    )
+    _check(status, "asking for the size of the shared memory")
+    return found.value
+
+
 def compile_cubin(source: str, defines: Mapping[str, int], capability: tuple[int, int]) -> bytes:
     """Machine code of `source` for one kind of GPU, with the macros `defines` set."""
     nvrtc = _nvrtc()

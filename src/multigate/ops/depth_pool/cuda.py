@@ -27,8 +27,9 @@ def takes(sources: Sequence[Tensor]) -> bool:
     """Whether these kernels do this problem, forward and backward."""
     if len(sources) > MOST_SOURCES or not cuda.aligned(sources):
         return False
-    size = sources[0].element_size()
-    return cuda.plan(problem(len(sources), sources[0].shape[1], size, True)) is not None
+    first = sources[0]
+    largest = problem(len(sources), first.shape[1], first.element_size(), True)
+    return cuda.plan_on(first.device, largest) is not None
 
 
 def forward(
@@ -47,7 +48,7 @@ def forward(
     if tokens == 0:
         return h, saved
     what = problem(len(sources), width, first.element_size(), False)
-    cut = cut or cuda.plan(what)
+    cut = cut or cuda.plan_on(first.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     kernel, _ = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     weights = cuda.weights(query, norm_weight)
@@ -101,7 +102,7 @@ def _backward(
     first = sources[0]
     tokens, width = first.shape
     what = problem(len(sources), width, first.element_size(), True)
-    cut = cut or cuda.plan(what)
+    cut = cut or cuda.plan_on(first.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     kernel, finish = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     blocks = cuda.blocks(tokens, first.device)

@@ -28,7 +28,7 @@ def takes(y: Tensor, streams: Sequence[Tensor]) -> bool:
     if not cuda.aligned([y, *streams]):
         return False
     largest = problem(len(streams), y.shape[1], y.element_size(), y, y)
-    return cuda.aligned(streams) and cuda.plan(largest) is not None
+    return cuda.aligned(streams) and cuda.plan_on(y.device, largest) is not None
 
 
 def forward(
@@ -50,7 +50,7 @@ def forward(
     if tokens == 0:
         return h, new_streams, saved
     what = problem(n, width, y.element_size())
-    cut = cut or cuda.plan(what)
+    cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     switches = (competitive, norm_weight is not None, False, False)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
@@ -91,7 +91,7 @@ def backward(
             sums.zero_()
         return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
     what = problem(n, width, y.element_size(), grad_h, grad_streams)
-    cut = cut or cuda.plan(what)
+    cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
     kernel, finish = _kernels(y.device, what, y.dtype, cut, (competitive, *given))
