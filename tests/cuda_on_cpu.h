@@ -243,5 +243,8 @@ template <class... A> void run(void (*kernel)(A...), int blocks, int threads, in
             if (left && progress == before)
                 printf("the threads of a block wait for each other\n"), abort();
         }
+        for (auto &known : barriers_of)
+            if (known.second.copies.size())
+                printf("a block ends before its copies have come\n"), abort();
     }
 }

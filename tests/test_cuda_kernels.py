@@ -11,6 +11,7 @@ from multigate.ops import nvrtc
 from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
 from multigate.ops.depth_pool import reference as depth_reference
+from multigate.ops.depth_pool.op import fused
 from multigate.ops.gate_pool import cuda, reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -25,7 +26,7 @@ def libraries(tmp_path_factory):
 @pytest.fixture(params=[False, True], ids=["late copies", "early copies"])
 def emulated(request, monkeypatch, libraries):
     monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
     for module in (cuda, depth):
         module._kernels.cache_clear()
     yield
@@ -124,7 +125,7 @@ def test_an_output_that_is_not_used(emulated, missing):
 
 def test_the_sums_of_many_blocks(emulated, monkeypatch):
     """More blocks than warps that add them up."""
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 19)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 19)
     check(*problem(40, 2, 64, True, torch.float32), True, True)
 
 
@@ -213,13 +214,43 @@ def test_gradients_of_a_pool_that_are_not_wanted(emulated):
     assert torch.equal(dquery, everything[1])
 
 
-def test_weights_and_gradients_at_odd_addresses(emulated):
+def shifted(tensor):
+    return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def test_tensors_at_odd_addresses(emulated):
     """Views that do not begin at a multiple of 16 bytes are copied before they are read."""
     leaves, grads = problem(5, 3, 64, True, torch.float32)
-
-    def shifted(tensor):
-        return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-    leaves = [*leaves[:2], *map(shifted, leaves[2:])]
+    leaves, grads = [list(map(shifted, tensors)) for tensors in (leaves, grads)]
     assert leaves[2].data_ptr() % 16
-    check(leaves, [shifted(g) for g in grads], True, True)
+    check(leaves, grads, True, True)
+
+
+def test_a_pool_keeps_its_kernel_whatever_becomes_of_its_sources(emulated):
+    """Saved at odd addresses, handed back at even ones: what was saved beside them still fits."""
+    sources = [shifted(torch.randn(6, 64)).requires_grad_() for _ in range(3)]
+    query = torch.randn(64)
+    results = []
+    for backend in ("cuda", "torch"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            if backend == "cuda":
+                h, _ = fused(sources, query, None, 0.3, 1e-6, "cuda")
+            else:
+                h = depth_reference.depth_pool(sources, query, 0.3, None, 1e-6)
+        results.append(torch.autograd.grad(h.square().sum(), sources))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_another_default_dtype(emulated, monkeypatch):
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        sources = [torch.randn(6, 64, dtype=torch.float32) for _ in range(2)]
+        query, grad = torch.randn(64, dtype=torch.float32), torch.randn(6, 64, dtype=torch.float32)
+        _, saved = depth.forward(sources, query, None, 0.3, 1e-6)
+        _, dquery, _ = depth.backward(grad, sources, query, None, saved, 0.3, [True] * 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact = pooled([*sources, query, query], grad, 0.3, False, torch.float64)[2]
+    torch.testing.assert_close(dquery, exact.float(), rtol=1e-4, atol=1e-5)

@@ -171,11 +171,30 @@ def test_triton_that_is_not_installed(monkeypatch, said):
     backend.why_not.cache_clear()
 
 
-def test_more_streams_than_the_kernels_take():
+def test_more_streams_than_the_kernels_take(said):
     y, streams, *weights, _ = (t.detach() for t in inputs(4, n=17))
     h, _ = gate_pool(y, streams, *weights, backend="triton")
     expected, _ = gate_pool(y, streams, *weights, backend="torch")
     assert torch.equal(h, expected)
+    assert "gate_pool by torch: triton has no kernel for more than 16 streams" in said.messages[0]
+
+
+def test_what_cuda_does_not_take_is_done_by_triton_and_said(said):
+    y, streams, *weights, _ = (t.detach() for t in inputs(4, width=23))
+    h, *_ = fused(y, [streams], *weights, None, True, 1e-6, "cuda")
+    expected, _ = gate_pool(y, streams, *weights, backend="torch")
+    torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
+    assert said.messages == [
+        "gate_pool by triton: cuda does not take torch.float32 into 3 streams of 23 x torch.float32"
+    ]
+
+
+def test_what_cuda_does_not_take_without_triton(monkeypatch):
+    backend.say.cache_clear()
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    y, streams, *weights, _ = (t.detach() for t in inputs(4, width=23))
+    with pytest.raises(RuntimeError, match="is not installed: pip install triton, or set MULTIG"):
+        fused(y, [streams], *weights, None, True, 1e-6, "cuda")
 
 
 def test_an_unknown_backend():
@@ -211,7 +230,7 @@ def test_the_cuts_of_the_cuda_kernels_fit(n, itemsize, backward, shared):
             continue
         dynamic = problem.dynamic_bytes(cut)
         assert cut.slots * cut.warps * 512 >= width * itemsize
-        assert dynamic >= cut.teams * max(token, 12 * width if backward else 0)
+        assert dynamic >= cut.teams * max(token, 12 * width + 4 * n + 4 if backward else 0)
         assert dynamic + problem.static_bytes(cut.warps, cut.teams) <= shared
         assert cut.warps == 1 or cut.teams <= 15
         assert cut.warps * cut.teams <= (16 if backward else 24)
@@ -222,5 +241,5 @@ def test_what_the_cuda_kernels_leave_to_triton():
     assert cuda.takes(y, streams.unbind(1))
     assert not cuda.takes(y.bfloat16(), streams.unbind(1))
     assert not cuda.takes(y[:, :63].contiguous(), streams[..., :63].contiguous().unbind(1))
-    assert not cuda.takes(y, torch.randn(4 * 3 * 64 + 1)[1:].view(4, 3, 64).unbind(1))
+    assert not cuda.takes(y[:, :0], streams[..., :0].unbind(1))
     assert not cuda.takes(torch.randn(1, 65536), torch.randn(1, 16, 65536).unbind(1))

@@ -234,24 +234,32 @@ def test_a_model_gives_the_loss_and_gradients_of_the_reference(name, compiled, m
     assert cosine > 0.999
 
 
-def test_depth_pool_at_the_sizes_of_the_paper():
-    for count, width in ((5, 768), (9, 1024), (25, 768), (73, 1280)):
-        torch.manual_seed(count)
-        sources = [torch.randn(1001, width, device="cuda").bfloat16() for _ in range(count)]
-        query, gain = torch.randn(width, device="cuda"), torch.rand(width, device="cuda") + 0.5
-        grad = torch.randn(1001, width, device="cuda").bfloat16()
-        results = []
-        for backend, dtype in (("torch", torch.float64), ("torch", None), ("triton", None)):
-            leaves = [t.to(dtype or t.dtype).requires_grad_() for t in (*sources, query, gain)]
-            h = depth_pool(
-                leaves[:-2], leaves[-2], scale=0.05, norm_weight=leaves[-1], backend=backend
-            )
-            found = torch.autograd.grad(h, leaves, grad.to(h.dtype))
-            stacked = torch.stack([g.double() for g in found[:-2]])
-            results.append([h.detach().double(), stacked, *(g.double() for g in found[-2:])])
-        exact, eager, fused = results
-        for e, a, b in zip(exact, eager, fused, strict=True):
-            assert error(b, e) <= 1.1 * error(a, e) + 2e-6
+POOLS = [("triton", 5, 768), ("triton", 9, 1024), ("triton", 25, 768), ("triton", 73, 1280)]
+POOLS += [
+    ("cuda", 2, 768),
+    ("cuda", 4, 1280),
+    ("cuda", 9, 1024),
+    ("cuda", 16, 384),
+    ("cuda", 5, 4096),
+]
+
+
+@pytest.mark.parametrize(("kernel", "count", "width"), POOLS)
+def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width):
+    torch.manual_seed(count)
+    sources = [torch.randn(1001, width, device="cuda").bfloat16() for _ in range(count)]
+    query, gain = torch.randn(width, device="cuda"), torch.rand(width, device="cuda") + 0.5
+    grad = torch.randn(1001, width, device="cuda").bfloat16()
+    results = []
+    for backend, dtype in (("torch", torch.float64), ("torch", None), (kernel, None)):
+        leaves = [t.to(dtype or t.dtype).requires_grad_() for t in (*sources, query, gain)]
+        h = depth_pool(leaves[:-2], leaves[-2], scale=0.05, norm_weight=leaves[-1], backend=backend)
+        found = torch.autograd.grad(h, leaves, grad.to(h.dtype))
+        stacked = torch.stack([g.double() for g in found[:-2]])
+        results.append([h.detach().double(), stacked, *(g.double() for g in found[-2:])])
+    exact, eager, fused = results
+    for e, a, b in zip(exact, eager, fused, strict=True):
+        assert error(b, e) <= 1.1 * error(a, e) + 2e-6
 
 
 def test_the_statistics_that_are_saved_are_those_of_the_reference():

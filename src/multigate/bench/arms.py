@@ -115,7 +115,8 @@ def compiled_depth_pool(x: Inputs) -> Forward:
 
 def check_backend(backend: str, x: Inputs) -> None:
     """Refuse where the operation would fall back: a row names the kernel that has run."""
-    reason = why_not(backend, x.rows[0].device.type, str(x.size.dtype))
+    device = x.rows[0].device
+    reason = why_not(backend, device.type, device.index, str(x.size.dtype))
     if reason is not None:
         raise Unsupported(f"{backend} {reason}.")
 

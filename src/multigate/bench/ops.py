@@ -135,8 +135,9 @@ def check_forward(arm: Arm, case: Case, forward: Forward, x: Inputs) -> None:
     with torch.no_grad():
         poison(list(x.rows))
         outputs = forward(x)
+        check_finite(outputs)
         if not arm.same:
-            return check_finite(outputs)
+            return
         for name, output, wanted in zip(
             ("h", "the new streams"), outputs, case.reference(exact(x)), strict=False
         ):
@@ -152,8 +153,9 @@ def check_backward(arm: Arm, case: Case, forward: Forward, x: Inputs) -> None:
         g[CHECKED : max(CHECKED, len(g) - CHECKED)] = 0
     poison(leaves.leaves())
     found = torch.autograd.grad(outputs, leaves.leaves(), gradients, allow_unused=True)
+    check_finite([g for g in found if g is not None])
     if not arm.same:
-        return check_finite([g for g in found if g is not None])
+        return
     wanted = torch.autograd.grad(
         case.reference(wanted_leaves),
         wanted_leaves.leaves(),

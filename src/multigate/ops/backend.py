@@ -20,11 +20,14 @@ logger = logging.getLogger("multigate")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def choose(op: str, kernels: tuple[str, ...], requested: str, device: str, dtype: str) -> str:
-    """The backend of `op` for tensors of a device type and dtype; `kernels` by preference.
+def choose(
+    op: str, kernels: tuple[str, ...], requested: str, device: str, index: int | None, dtype: str
+) -> str:
+    """The backend of `op` for tensors of a dtype on a device; `kernels` by preference.
 
     A kernel that is asked for and cannot run gives way to the next that can, and those to torch.
-    What was chosen and why is said once; strings alone, so that torch.compile asks at trace time.
+    What was chosen and why is said once. Words and numbers alone, so that torch.compile asks at
+    trace time.
     """
     wanted = requested if requested != "auto" else os.environ.get(VARIABLE, "auto")
     if wanted not in BACKENDS:
@@ -34,9 +37,9 @@ def choose(op: str, kernels: tuple[str, ...], requested: str, device: str, dtype
     reasons: list[str] = []
     order = sorted(kernels, key=lambda kernel: kernel != wanted)
     for kernel in order:
-        reason = why_not(kernel, device, dtype)
+        reason = why_not(kernel, device, index, dtype)
         if reason is None:
-            expected = wanted == "auto" or kernel == wanted or wanted not in kernels
+            expected = wanted in ("auto", kernel)
             say(op, kernel, "; ".join(reasons) or "fused kernels can run here", expected)
             return kernel
         reasons.append(f"{kernel} {reason}")
@@ -45,7 +48,7 @@ def choose(op: str, kernels: tuple[str, ...], requested: str, device: str, dtype
 
 
 @functools.cache
-def why_not(kernel: str, device: str, dtype: str) -> str | None:
+def why_not(kernel: str, device: str, index: int | None, dtype: str) -> str | None:
     """What keeps a kind of kernel from running, None if nothing does."""
     if dtype not in DTYPES:
         return f"has no kernel for {dtype}"
@@ -60,9 +63,20 @@ def why_not(kernel: str, device: str, dtype: str) -> str | None:
         return f"does not run on {device}"
     if torch.version.cuda is None:
         return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability() < (9, 0):
+    capability = torch.cuda.get_device_capability(index)
+    if capability < (9, 0):
         return "needs a GPU of compute capability 9.0 or more"
-    return nvrtc.why_not()
+    return nvrtc.why_not(capability)
+
+
+def instead(op: str, why: str) -> None:
+    """Say that Triton does what `op`'s CUDA kernels do not take, or that it is not there."""
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{op}: {why}, and Triton, which does, is not installed: pip install triton, or set "
+            f"{VARIABLE}=torch."
+        )
+    say(op, "triton", why, False)
 
 
 @functools.cache

@@ -50,13 +50,17 @@ class Problem:
 
     def static_bytes(self, warps: int, teams: int) -> int:
         """Shared memory of a block beside its rings, from above."""
-        exchange = 256 * -(-self.sums // 32) + 8 + 32 * self.n
-        return teams * (warps * exchange + 8 * 16 + 4 * self.n + 8)
+        exchange = 128 * -(-self.sums // 32) + 4 + 32 * self.n
+        return teams * (warps * exchange + 8 * 16) + 16
 
     def dynamic_bytes(self, cut: Plan) -> int:
         """Of a block's rings, in which the teams of a backward pass end by adding up."""
         ring = cut.teams * cut.slots * self.slot_bytes(cut.warps)
-        return max(ring, cut.teams * 12 * self.width) if self.backward else ring
+        return max(ring, cut.teams * self.gradient_bytes()) if self.backward else ring
+
+    def gradient_bytes(self) -> int:
+        """Of a team's sums of weight gradients, from above: three rows and a bias."""
+        return 4 * (3 * self.width + self.n + 1)
 
 
 @functools.cache
@@ -83,7 +87,7 @@ def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
     while teams:
         room = (shared - p.static_bytes(warps, teams)) // teams
         ahead = min(ahead, room // token, 4)
-        if ahead and not (p.backward and room < 12 * p.width):
+        if ahead and not (p.backward and room < p.gradient_bytes()):
             return Plan(warps, teams, ahead * slabs, hold=slabs == 1)
         teams, ahead = teams - 1, 1
     return None
@@ -99,16 +103,18 @@ def _shared(device: torch.device) -> int:
     return nvrtc.shared_memory(device.index) if device.type == "cuda" else SHARED
 
 
-def aligned(rows: Sequence[Tensor]) -> bool:
-    """Whether bulk copies can read these [tokens, C]: 16 bytes at a time, at multiples of 16."""
-    first = rows[0]
-    size = first.element_size()
-    return (
-        first.dtype in DTYPES
-        and all(r.dtype == first.dtype and r.data_ptr() % 16 == 0 for r in rows)
-        and first.shape[1] * size % 16 == 0
-        and first.stride(0) * size % 16 == 0
-    )
+def suits(dtype: torch.dtype, width: int) -> bool:
+    """Whether rows can be moved by chunks: known numbers, in whole 16 bytes."""
+    size = torch.finfo(dtype).bits // 8
+    return dtype in DTYPES and width > 0 and width * size % 16 == 0
+
+
+def readable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Rows [tokens, C] of one stride where bulk copies can find them: copies, if they are not."""
+    first = tensors[0]
+    if first.stride(0) * first.element_size() % 16 or any(t.data_ptr() % 16 for t in tensors):
+        return [ready(t) for t in tensors]
+    return tensors
 
 
 def ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -124,11 +130,11 @@ def weights(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def blocks(tokens: int, device: torch.device) -> int:
     """As many as run at once, if there are tokens for them."""
-    return min(tokens, _multiprocessors(device))
+    return min(tokens, multiprocessors(device))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -31,13 +31,20 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def why_not() -> str | None:
-    """What keeps kernels from being compiled here; None where nothing does."""
+def why_not(capability: tuple[int, int]) -> str | None:
+    """What keeps kernels for a GPU from being compiled here; None where nothing does."""
     try:
-        _nvrtc()
+        nvrtc = _nvrtc()
         _driver()
     except OSError as error:
         return f"cannot be compiled ({error})"
+    count = ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    number = 10 * capability[0] + capability[1]
+    if number not in known:
+        return f"cannot be compiled (torch's NVRTC does not know sm_{number})"
     return None
 
 
@@ -73,7 +80,9 @@ def compile_cubin(source: str, defines: Mapping[str, int], capability: tuple[int
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"NVRTC could not compile a kernel:\n{log.value.decode()}")
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        first = log.value.decode().strip().splitlines()[0]
+        raise RuntimeError(f"a CUDA kernel could not be compiled: {first}")
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, cubin)
@@ -98,7 +107,12 @@ class Module:
     def __init__(self, cubin: bytes) -> None:
         _have_context()
         self._module = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a kernel")
+        # Loading is no part of a graph that may be under capture.
+        relaxed = ctypes.c_int(2)
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+        loaded = _driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+        _check(loaded, "loading a kernel")
 
     def kernel(self, name: str, shared: int) -> "Kernel":
         """The kernel called `name`, with `shared` bytes of dynamic shared memory."""

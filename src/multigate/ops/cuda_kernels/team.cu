@@ -116,7 +116,8 @@ template <int HALF> __device__ __forceinline__ void sum_and_deal(float *v, int l
         sum_and_deal<HALF / 2>(v, lane);
 }
 
-// The sums over a team of `count` values of each thread; sum k is with lane k % 32 of every warp, in dealt[k / 32].
+// The sums over a team of COUNT values of each thread; sum k is with lane k % 32 of every warp, in dealt[k / 32]. Before
+// `exchange` is used again the team must have met: it does when it frees a slot.
 template <int COUNT> struct Sums {
     static constexpr int GROUPS = (COUNT + 31) / 32;
     float dealt[GROUPS];

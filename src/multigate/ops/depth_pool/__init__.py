@@ -52,7 +52,7 @@ def depth_pool(
             )
     dtypes = {str(source.dtype) for source in sources}
     dtype = dtypes.pop() if len(dtypes) == 1 else "sources of several dtypes"
-    kernel = choose("depth_pool", KERNELS, backend, query.device.type, dtype)
+    kernel = choose("depth_pool", KERNELS, backend, query.device.type, query.device.index, dtype)
     if kernel == "torch":
         return reference.depth_pool(sources, query, scale, norm_weight, eps)
     h, _ = fused(list(sources), query, norm_weight, scale, eps, kernel)

@@ -24,10 +24,13 @@ def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem:
 
 
 def takes(sources: Sequence[Tensor]) -> bool:
-    """Whether these kernels do this problem, forward and backward."""
-    if len(sources) > MOST_SOURCES or not cuda.aligned(sources):
-        return False
+    """Whether these kernels do this problem, forward and backward; by sizes and dtype alone.
+
+    The backward pass asks again: what was saved is not laid out as Triton's kernels do it.
+    """
     first = sources[0]
+    if len(sources) > MOST_SOURCES or not cuda.suits(first.dtype, first.shape[1]):
+        return False
     largest = problem(len(sources), first.shape[1], first.element_size(), True)
     return cuda.plan_on(first.device, largest) is not None
 
@@ -41,6 +44,7 @@ def forward(
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h [tokens, width] and `saved`, from sources [tokens, width] of one dtype and row stride."""
+    sources = cuda.readable(sources)
     first = sources[0]
     tokens, width = first.shape
     h = first.new_empty(first.shape)
@@ -79,7 +83,7 @@ def backward(
     first = sources[0]
     tokens, width = first.shape
     grads = [first.new_empty(first.shape) if want else None for want in wanted]
-    dquery, dgain = (torch.zeros(width, device=first.device) for _ in range(2))
+    dquery, dgain = (first.new_zeros(width, dtype=torch.float32) for _ in range(2))
     if tokens:
         _backward(grad_h, sources, query, norm_weight, saved, scale, grads, dquery, dgain, cut)
     dnorm = dgain.to(norm_weight.dtype) if norm_wanted and norm_weight is not None else None
@@ -99,6 +103,7 @@ def _backward(
     cut: Plan | None,
 ) -> None:
     """Fill in the gradients."""
+    sources = cuda.readable(sources)
     first = sources[0]
     tokens, width = first.shape
     what = problem(len(sources), width, first.element_size(), True)
@@ -106,20 +111,20 @@ def _backward(
     assert cut is not None, "takes() has refused what does not fit"
     kernel, finish = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     blocks = cuda.blocks(tokens, first.device)
-    partials = first.new_empty(blocks, 2 * width, dtype=torch.float32)
-    ready = cuda.ready(grad_h)
+    pieces = [(dquery, width)] + ([] if norm_weight is None else [(dgain, width)])
+    partials = first.new_empty(blocks, len(pieces) * width, dtype=torch.float32)
+    # Copies must live until the launch: they have names.
+    ready, weights = cuda.ready(grad_h), cuda.weights(query, norm_weight)
     arguments = [
         cuda.rows(sources),
-        *map(pointer, (ready, *cuda.weights(query, norm_weight), saved)),
+        *map(pointer, (ready, *weights, saved)),
         cuda.rows(grads),
         pointer(partials),
         ctypes.c_int64(tokens),
         ctypes.c_float(scale),
     ]
     kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
-    cuda.finish(
-        finish, partials, [(dquery, width), (dgain if norm_weight is not None else None, width)]
-    )
+    cuda.finish(finish, partials, pieces)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigate.ops.backend import instead
+
 from . import cuda
 from .plan import saved_rows
 
@@ -116,8 +118,12 @@ fused.register_autograd(_backward, setup_context=_setup_context)
 
 def _kernels(backend: str, sources: Sequence[Tensor]) -> Any:
     """The module whose `forward` and `backward` run; Triton does what CUDA's does not take."""
-    if backend == "cuda" and cuda.takes(sources):
-        return cuda
+    if backend == "cuda":
+        if cuda.takes(sources):
+            return cuda
+        first = sources[0]
+        words = f"{len(sources)} sources of {first.shape[1]} x {first.dtype}"
+        instead("depth_pool", f"cuda does not take {words}")
     from . import triton
 
     return triton

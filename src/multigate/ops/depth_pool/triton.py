@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multigate.ops.cuda import multiprocessors
+
 from .plan import Plan, plan, saved_rows
 
 INTERPRETED_PROCESSORS = 1
@@ -496,4 +498,4 @@ def _constants(sources: Sequence[Tensor], chosen: Plan) -> dict[str, Any]:
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(device)

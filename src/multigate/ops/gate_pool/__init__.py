@@ -41,15 +41,17 @@ def gate_pool(
     `norm_weight` [D] h comes back as RMSNorm(h) * norm_weight.
 
     The streams may also come as n tensors [..., D]; the new ones are always one tensor. `backend`:
-    "torch" is the reference, "triton" and "cuda" are one-pass kernels, "auto" takes the fastest
-    that can run (on a CPU the reference); see `multigate.ops.backend`.
+    "torch" is the reference, "triton" and "cuda" are one-pass kernels, "auto" takes the first of
+    cuda, triton and torch that can run (on a CPU torch); see `multigate.ops.backend`.
     """
     packed = isinstance(streams, Tensor)
     given = [streams] if isinstance(streams, Tensor) else list(streams)
     check(y, given, packed, w_gate, w_pool, bias, variant, norm_weight)
-    kernel = choose("gate_pool", KERNELS, backend, y.device.type, str(given[0].dtype))
     n = given[0].shape[-2] if packed else len(given)
-    if kernel == "torch" or n > MOST_STREAMS:
+    # As an unknown dtype would: no kernel has room for more.
+    kind = str(given[0].dtype) if n <= MOST_STREAMS else f"more than {MOST_STREAMS} streams"
+    kernel = choose("gate_pool", KERNELS, backend, y.device.type, y.device.index, kind)
+    if kernel == "torch":
         whole = given[0] if packed else torch.stack(given, dim=-2)
         return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
     competitive = variant == "competitive"

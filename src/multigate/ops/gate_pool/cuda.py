@@ -24,11 +24,11 @@ def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Pro
 
 
 def takes(y: Tensor, streams: Sequence[Tensor]) -> bool:
-    """Whether these kernels do this problem, forward and backward."""
-    if not cuda.aligned([y, *streams]):
+    """Whether these kernels do this problem, forward and backward; by sizes and dtypes alone."""
+    if y.dtype != streams[0].dtype or not cuda.suits(y.dtype, y.shape[1]):
         return False
     largest = problem(len(streams), y.shape[1], y.element_size(), y, y)
-    return cuda.aligned(streams) and cuda.plan_on(y.device, largest) is not None
+    return cuda.plan_on(y.device, largest) is not None
 
 
 def forward(
@@ -43,6 +43,7 @@ def forward(
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h [tokens, C], new streams [tokens, n, C] and the saved dot products of flattened inputs."""
+    y, streams = cuda.ready(y), cuda.readable(streams)
     n, (tokens, width) = len(streams), y.shape
     h = torch.empty_like(y)
     new_streams = y.new_empty(tokens, n, width)
@@ -80,6 +81,7 @@ def backward(
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of y, the streams (packed) and, in float32, of the weights."""
+    y, streams = cuda.ready(y), cuda.readable(streams)
     n, (tokens, width) = len(streams), y.shape
     dy = torch.empty_like(y)
     dstreams = y.new_empty(tokens, n, width)
@@ -96,7 +98,11 @@ def backward(
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
     kernel, finish = _kernels(y.device, what, y.dtype, cut, (competitive, *given))
     blocks = cuda.blocks(tokens, y.device)
-    partials = y.new_empty(blocks, 3 * width + len(bias), dtype=torch.float32)
+    pieces = [(dw_gate, width), (dw_pool, width), (dbias, len(bias))]
+    if dnorm is not None:
+        pieces.append((dnorm, width))
+    columns = sum(size for _, size in pieces)
+    partials = y.new_empty(blocks, columns, dtype=torch.float32)
     grads = [None if g is None else cuda.ready(g) for g in (grad_streams, grad_h)]
     weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
     arguments = [
@@ -106,7 +112,6 @@ def backward(
         ctypes.c_float(eps),
     ]
     kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
-    pieces = [(dw_gate, width), (dw_pool, width), (dnorm, width), (dbias, len(bias))]
     cuda.finish(finish, partials, pieces)
     return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigate.ops.backend import instead
+
 from . import cuda
 
 
@@ -136,11 +138,17 @@ fused.register_autograd(_backward, setup_context=_setup_context)
 
 def _kernels(backend: str, y: Tensor, streams: Sequence[Tensor]) -> Any:
     """The module whose `forward` and `backward` run; Triton does what CUDA's does not take."""
-    if backend == "cuda" and cuda.takes(y, streams):
-        return cuda
+    if backend == "cuda":
+        if cuda.takes(y, streams):
+            return cuda
+        instead("gate_pool", f"cuda does not take {y.dtype} into {_words(streams)}")
     from . import triton
 
     return triton
+
+
+def _words(streams: Sequence[Tensor]) -> str:
+    return f"{len(streams)} streams of {streams[0].shape[1]} x {streams[0].dtype}"
 
 
 def _packed(y: Tensor, streams: Sequence[Tensor]) -> bool:

@@ -4,12 +4,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from multigate.ops.cuda import multiprocessors
 
 from .triton_kernels import backward_kernel, forward_kernel, total_kernel
 
@@ -87,11 +88,6 @@ def _cut(whole: int, piece: int) -> list[int]:
     return [piece] * (whole // piece) if whole > piece else [whole]
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _settings(plan: Launch, n: int, width: int, itemsize: int) -> dict[str, Any]:
     lanes = max(1, 32 * plan.warps // plan.block)
     vector = 16 // itemsize
@@ -128,7 +124,7 @@ def _launch(
     else:
         plan = default_launch(len(streams), width, first.element_size(), backward)
     plan = replace(plan, **(launch or {}))
-    programs = plan.programs * (1 if on_cpu else _multiprocessors(first.device))
+    programs = plan.programs * (1 if on_cpu else multiprocessors(first.device))
     blocks = triton.cdiv(tokens, plan.block)
     return min(blocks, programs), _settings(plan, len(streams), width, first.element_size())
 

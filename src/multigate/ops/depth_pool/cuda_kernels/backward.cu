@@ -1,7 +1,7 @@
 // The backward pass of depth_pool; after finish.cu.
 
 constexpr int SAVED = (2 * N + 6) / 4 * 4; // as in forward.cu
-constexpr int PARTIAL = 2 * C;             // one row a block: the sums over its tokens of dquery and dgain
+constexpr int PARTIAL = (1 + NORM) * C;    // one row a block: the sums over its tokens of dquery and, with the norm, dgain
 
 // The coefficients of source i in the second sweep, in the order of the terms they multiply.
 struct Terms {
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     typedef Ring<N + 1, SAVED * 4> TheRing;
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
-    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ __align__(16) Terms coefficients[TEAMS * WARPS][N];
 
     const Place place;
@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             dquery[slab][k] = dgain[slab][k] = 0.0f;
     const Weights query_weights(query, member), gain_weights(NORM ? gain : query, member);
 
-    int slot = 0, turn = 0;
+    int slot = 0;
     u32 parity = 0;
-    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride) {
         wait(ring.barriers + slot, parity);
         const float *kept = ring.extra(slot);
         const int i = min(stream, N - 1);
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 at = 0, phase ^= 1;
         }
         Sums<COUNT> total;
-        total.make(sums, exchange[team][turn], team, warp, lane);
+        total.make(sums, exchange[team], team, warp, lane);
 
         float dalpha = total.get(i), scale_h = 1.0f, pull_h = 0.0f;
         if (NORM) {
@@ -172,8 +172,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 #pragma unroll
         for (int k = 0; k < CHUNK; k++) {
             const int c = (slab * THREADS + member) * CHUNK + k;
-            if (c < C)
-                mine[c] = dquery[slab][k], mine[C + c] = dgain[slab][k];
+            if (c < C) {
+                mine[c] = dquery[slab][k];
+                if (NORM)
+                    mine[C + c] = dgain[slab][k];
+            }
         }
     __syncthreads();
     add_teams(sums, PARTIAL, partials + (long long)blockIdx.x * PARTIAL);

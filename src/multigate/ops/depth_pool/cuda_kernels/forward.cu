@@ -10,8 +10,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     typedef Ring<N, 0> TheRing;
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
-    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
-    __shared__ float square[TEAMS][2][WARPS];
+    __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ float square[TEAMS][WARPS];
     __shared__ float weights[TEAMS * WARPS][N];
 
     const Place place;
@@ -36,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     team_sync(team);
 
     const Weights query_weights(query, member);
-    int slot = 0, turn = 0;
+    int slot = 0;
     u32 parity = 0;
-    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride) {
         float sums[Sums<COUNT>::GROUPS * 32];
 #pragma unroll
         for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 at = 0, phase ^= 1;
         }
         Sums<COUNT> total;
-        total.make(sums, exchange[team][turn], team, warp, lane);
+        total.make(sums, exchange[team], team, warp, lane);
         const int i = min(stream, N - 1);
         const float r = rsqrtf(total.get(i) * SCALE + eps), logit = scale * total.get(N + i) * r;
         const float alpha = softmax(logit, stream);
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         }
         slot = at;
 
-        const float r_h = NORM ? rsqrtf(over_team(hh, square[team][turn], team, warp) * SCALE + eps) : 0.0f;
+        const float r_h = NORM ? rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps) : 0.0f;
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
             const int c = slab * THREADS + member;

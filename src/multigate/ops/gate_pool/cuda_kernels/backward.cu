@@ -1,7 +1,7 @@
 // The backward pass; after finish.cu and step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are.
 
-// One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dgain (each C) and dbias.
-constexpr int PARTIAL = 3 * C + N + COMPETITIVE;
+// One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dbias and, with the norm, dgain.
+constexpr int BIASES = N + COMPETITIVE, PARTIAL = (2 + NORM) * C + BIASES;
 
 // The coefficients of stream i in the second sweep, in the order of the terms they multiply.
 struct Terms {
@@ -17,9 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     typedef Ring<ROWS, SAVED * 4> TheRing;
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
-    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ __align__(16) Terms coefficients[TEAMS * WARPS][N];
-    __shared__ float dbias[TEAMS][N + COMPETITIVE];
 
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member, stream = place.stream;
@@ -58,9 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     float db = 0.0f, dcarry = 0.0f;
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member), gain_weights(NORM ? gain : w_gate, member);
 
-    int slot = 0, turn = 0;
+    int slot = 0;
     u32 parity = 0;
-    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride) {
         wait(ring.barriers + slot, parity);
         const float *kept = ring.extra(slot);
         const int i = min(stream, N - 1);
@@ -138,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 at = 0, phase ^= 1;
         }
         Sums<COUNT> total;
-        total.make(sums, exchange[team][turn], team, warp, lane);
+        total.make(sums, exchange[team], team, warp, lane);
 
         float h_s = total.get(i), h_y = total.get(3 * N);
         const float g_y = total.get(N + i), g_s = total.get(2 * N + i);
@@ -237,12 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     }
 
     // Teams add up in the order of their numbers, blocks in `finish`: the same sums in every run.
-    if (warp == 0 && lane < N)
-        dbias[team][COMPETITIVE + lane] = db;
-    if (COMPETITIVE && member == 0)
-        dbias[team][0] = dcarry;
     __syncthreads(); // the rings are free: their memory takes the sums of each team
-    float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * 3 * C;
+    float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * PARTIAL;
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
 #pragma unroll
@@ -251,16 +246,14 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             if (c < C) {
                 mine[c] = dgate[slab][k];
                 mine[C + c] = dpool[slab][k];
-                mine[2 * C + c] = dgain[slab][k];
+                if (NORM)
+                    mine[2 * C + BIASES + c] = dgain[slab][k];
             }
         }
+    if (warp == 0 && lane < N)
+        mine[2 * C + COMPETITIVE + lane] = db;
+    if (COMPETITIVE && member == 0)
+        mine[2 * C] = dcarry;
     __syncthreads();
-    float *row = partials + (long long)blockIdx.x * PARTIAL;
-    add_teams(sums, 3 * C, row);
-    for (int b = threadIdx.x; b < N + COMPETITIVE; b += THREADS * TEAMS) {
-        float sum = 0.0f;
-        for (int t = 0; t < TEAMS; t++)
-            sum += dbias[t][b];
-        row[3 * C + b] = sum;
-    }
+    add_teams(sums, PARTIAL, partials + (long long)blockIdx.x * PARTIAL);
 }

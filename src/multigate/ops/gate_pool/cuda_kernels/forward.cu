@@ -7,8 +7,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     typedef Ring<N + 1, 0> TheRing;
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
-    __shared__ float exchange[TEAMS][2][Sums<COUNT>::GROUPS * WARPS * 32];
-    __shared__ float square[TEAMS][2][WARPS];
+    __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
+    __shared__ float square[TEAMS][WARPS];
     __shared__ float2 coefficients[TEAMS * WARPS][N];
 
     const Place place;
@@ -34,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     team_sync(team);
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
-    int slot = 0, turn = 0;
+    int slot = 0;
     u32 parity = 0;
-    for (long long token = place.first; token < tokens; token += place.stride, turn ^= 1) {
+    for (long long token = place.first; token < tokens; token += place.stride) {
         float sums[Sums<COUNT>::GROUPS * 32];
 #pragma unroll
         for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 at = 0, phase ^= 1;
         }
         Sums<COUNT> total;
-        total.make(sums, exchange[team][turn], team, warp, lane);
+        total.make(sums, exchange[team], team, warp, lane);
         const int i = min(stream, N - 1);
         const float ss = total.get(i), sg = total.get(N + i), sp = total.get(2 * N + i), sy = total.get(3 * N + i);
         const float yy = total.get(4 * N), yp = total.get(4 * N + 1);
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
         float r = 0.0f;
         if (NORM) {
-            r = rsqrtf(over_team(hh, square[team][turn], team, warp) * SCALE + eps);
+            r = rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps);
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;
