@@ -137,9 +137,10 @@ def test_the_environment_stands_in_for_the_argument(monkeypatch, said):
     assert len(said.messages) == 1
 
 
-def test_a_cpu_takes_torch_without_a_word(monkeypatch, said):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cpu_and_shapes_alone_take_torch_without_a_word(monkeypatch, said, device):
     monkeypatch.delenv(backend.VARIABLE, raising=False)
-    y, streams, *weights, _ = (t.detach() for t in inputs(4))
+    y, streams, *weights, _ = (t.detach().to(device) for t in inputs(4))
     gate_pool(y, streams, *weights)
     assert said.messages == []
 

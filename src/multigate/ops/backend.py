@@ -32,7 +32,7 @@ def choose(
     wanted = requested if requested != "auto" else os.environ.get(VARIABLE, "auto")
     if wanted not in BACKENDS:
         raise ValueError(unknown("backend", wanted, BACKENDS))
-    if wanted == "torch" or (wanted == "auto" and device == "cpu"):
+    if wanted == "torch" or device == "meta" or (wanted == "auto" and device == "cpu"):
         return "torch"
     reasons: list[str] = []
     order = sorted(kernels, key=lambda kernel: kernel != wanted)

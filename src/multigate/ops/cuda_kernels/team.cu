@@ -120,9 +120,15 @@ template <int HALF> __device__ __forceinline__ void sum_and_deal(float *v, int l
 // `exchange` is used again the team must have met: it does when it frees a slot.
 template <int COUNT> struct Sums {
     static constexpr int GROUPS = (COUNT + 31) / 32;
-    float dealt[GROUPS];
+    float values[GROUPS * 32], dealt[GROUPS];
 
-    __device__ __forceinline__ void make(float (&values)[GROUPS * 32], float *exchange, int team, int warp, int lane) {
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (int k = 0; k < GROUPS * 32; k++)
+            values[k] = 0.0f;
+    }
+
+    __device__ __forceinline__ void make(float *exchange, int team, int warp, int lane) {
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             sum_and_deal<16>(values + 32 * g, lane);
@@ -247,6 +253,11 @@ template <int ROWS, int EXTRA> struct Ring {
 
     __device__ __forceinline__ const float *extra(int slot) const {
         return reinterpret_cast<const float *>(memory + slot * SLOT_BYTES + ROWS * SLAB_BYTES);
+    }
+
+    __device__ __forceinline__ static void advance(int &slot, u32 &parity) {
+        if (++slot == SLOTS)
+            slot = 0, parity ^= 1;
     }
 
     __device__ __forceinline__ static u32 bytes(int slab) {

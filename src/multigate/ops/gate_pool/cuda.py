@@ -85,12 +85,11 @@ def backward(
     n, (tokens, width) = len(streams), y.shape
     dy = torch.empty_like(y)
     dstreams = y.new_empty(tokens, n, width)
-    like = [y.new_empty(k, dtype=torch.float32) for k in (width, width, len(bias), width)]
-    dw_gate, dw_pool, dbias = like[:3]
-    dnorm = None if norm_weight is None else like[3]
+    sums = [y.new_empty(k, dtype=torch.float32) for k in (width, width, len(bias), width)]
+    dw_gate, dw_pool, dbias = sums[:3]
+    dnorm = None if norm_weight is None else sums[3]
     if tokens == 0:
-        for sums in like:
-            sums.zero_()
+        torch._foreach_zero_(sums)
         return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
     what = problem(n, width, y.element_size(), grad_h, grad_streams)
     cut = cut or cuda.plan_on(y.device, what)

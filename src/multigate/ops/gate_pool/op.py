@@ -37,21 +37,11 @@ def fused(
 
 
 @fused.register_fake
-def _(
-    y: Tensor,
-    streams: list[Tensor],
-    w_gate: Tensor,
-    w_pool: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    competitive: bool,
-    eps: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = bias.shape[0] - competitive
-    first = streams[0]
-    saved = y.new_empty((math.prod(y.shape[:-1]), 4 * n + 4), dtype=torch.float32)
-    return first.new_empty(y.shape), first.new_empty((*y.shape[:-1], n, y.shape[-1])), saved
+def _(y: Tensor, streams: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, bias, _, competitive, *_ = rest
+    packed = (*y.shape[:-1], bias.shape[0] - competitive, y.shape[-1])
+    saved = y.new_empty((math.prod(y.shape[:-1]), 4 * packed[-2] + 4), dtype=torch.float32)
+    return streams[0].new_empty(y.shape), streams[0].new_empty(packed), saved
 
 
 @torch.library.custom_op("multigate::gate_pool_backward", mutates_args=())
@@ -92,26 +82,12 @@ def fused_backward(
 
 @fused_backward.register_fake
 def _(
-    grad_h: Tensor | None,
-    grad_streams: Tensor | None,
-    y: Tensor,
-    streams: list[Tensor],
-    w_gate: Tensor,
-    w_pool: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    saved: Tensor,
-    competitive: bool,
-    eps: float,
-    backend: str,
+    grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, streams: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    packed = (*y.shape[:-1], bias.shape[0] - competitive, y.shape[-1])
-    weights = [w for w in (w_gate, w_pool, bias, norm_weight) if w is not None]
-    return [
-        y.new_empty(y.shape),
-        streams[0].new_empty(packed),
-        *(w.new_empty(w.shape) for w in weights),
-    ]
+    *weights, _, competitive, _, _ = rest
+    packed = (*y.shape[:-1], weights[2].shape[0] - competitive, y.shape[-1])
+    given = [w for w in weights if w is not None]
+    return [y.new_empty(y.shape), streams[0].new_empty(packed), *map(torch.empty_like, given)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

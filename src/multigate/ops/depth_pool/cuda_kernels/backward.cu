@@ -66,10 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             mine[lane].h = alpha;
         __syncwarp();
 
-        float sums[Sums<COUNT>::GROUPS * 32];
-#pragma unroll
-        for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
-            sums[k] = 0.0f;
+        Sums<COUNT> total;
+        float *sums = total.values;
         float h[SLABS][CHUNK];
         int at = slot;
         u32 phase = parity;
@@ -108,11 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                     }
                 }
             }
-            if (++at == SLOTS)
-                at = 0, phase ^= 1;
+            ring.advance(at, phase);
         }
-        Sums<COUNT> total;
-        total.make(sums, exchange[team], team, warp, lane);
+        total.make(exchange[team], team, warp, lane);
 
         float dalpha = total.get(i), scale_h = 1.0f, pull_h = 0.0f;
         if (NORM) {
@@ -159,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             }
             team_sync(team);
             issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
-            if (++at == SLOTS)
-                at = 0, parity ^= 1;
+            ring.advance(at, parity);
         }
         slot = at;
     }

@@ -39,10 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     int slot = 0;
     u32 parity = 0;
     for (long long token = place.first; token < tokens; token += place.stride) {
-        float sums[Sums<COUNT>::GROUPS * 32];
-#pragma unroll
-        for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
-            sums[k] = 0.0f;
+        Sums<COUNT> total;
+        float *sums = total.values;
         int at = slot;
         u32 phase = parity;
 #pragma unroll
@@ -62,11 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                     }
                 }
             }
-            if (++at == SLOTS)
-                at = 0, phase ^= 1;
+            ring.advance(at, phase);
         }
-        Sums<COUNT> total;
-        total.make(sums, exchange[team], team, warp, lane);
+        total.make(exchange[team], team, warp, lane);
         const int i = min(stream, N - 1);
         const float r = rsqrtf(total.get(i) * SCALE + eps), logit = scale * total.get(N + i) * r;
         const float alpha = softmax(logit, stream);
@@ -101,8 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             }
             team_sync(team);
             issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
-            if (++at == SLOTS)
-                at = 0, parity ^= 1;
+            ring.advance(at, parity);
         }
         slot = at;
 

@@ -74,10 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             mine[lane].h = share;
         __syncwarp();
 
-        float sums[Sums<COUNT>::GROUPS * 32];
-#pragma unroll
-        for (int k = 0; k < Sums<COUNT>::GROUPS * 32; k++)
-            sums[k] = 0.0f;
+        Sums<COUNT> total;
+        float *sums = total.values;
         float h[SLABS][CHUNK];
         int at = slot;
         u32 phase = parity;
@@ -133,11 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                     }
                 }
             }
-            if (++at == SLOTS)
-                at = 0, phase ^= 1;
+            ring.advance(at, phase);
         }
-        Sums<COUNT> total;
-        total.make(sums, exchange[team], team, warp, lane);
+        total.make(exchange[team], team, warp, lane);
 
         float h_s = total.get(i), h_y = total.get(3 * N);
         const float g_y = total.get(N + i), g_s = total.get(2 * N + i);
@@ -229,8 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             }
             team_sync(team);
             issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
-            if (++at == SLOTS)
-                at = 0, parity ^= 1;
+            ring.advance(at, parity);
         }
         slot = at;
     }
