@@ -185,9 +185,10 @@ def test_what_cuda_does_not_take_is_done_by_triton_and_said(said):
     h, *_ = fused(y, [streams], *weights, None, True, 1e-6, "cuda")
     expected, _ = gate_pool(y, streams, *weights, backend="torch")
     torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
-    assert said.messages == [
-        "gate_pool by triton: cuda does not take torch.float32 into 3 streams of 23 x torch.float32"
-    ]
+    fused(
+        y[..., :21], [streams[..., :21]], *(w[..., :21] for w in weights), None, True, 1e-6, "cuda"
+    )
+    assert said.messages == [f"gate_pool by triton: {cuda.TAKES}"]
 
 
 def test_what_cuda_does_not_take_without_triton(monkeypatch):
@@ -234,7 +235,7 @@ def test_the_cuts_of_the_cuda_kernels_fit(n, itemsize, backward, shared):
         assert dynamic >= cut.teams * max(token, 12 * width + 4 * n + 4 if backward else 0)
         assert dynamic + problem.static_bytes(cut.warps, cut.teams) <= shared
         assert cut.warps == 1 or cut.teams <= 15
-        assert cut.warps * cut.teams <= (16 if backward else 24)
+        assert cut.warps * cut.teams <= (16 if backward else 24 if n > 2 else 32)
 
 
 def test_what_the_cuda_kernels_leave_to_triton():

@@ -76,13 +76,14 @@ def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
     warps = -(-needed // slabs)
     token = slabs * p.slot_bytes(warps)
     if p.backward:
-        teams = 12 // warps if 12 % warps == 0 and most > 8 else most // warps
+        teams = min(most // warps, 15)
         ahead = 2 if teams > 1 else 3
     else:
         tokens = max(round(IN_FLIGHT / token), 2)
-        teams = min(tokens, 24 // warps, 15)
         if warps > 4:
-            teams = max(1, min(-(-tokens // 2), most // warps))
+            teams = max(1, min(-(-tokens // 2), (20 if p.n <= 2 else most) // warps))
+        else:
+            teams = min(tokens, (32 if p.n <= 2 else 24) // warps, 15)
         ahead = max(tokens // teams, 2 if warps > 4 else 1)
     while teams:
         room = (shared - p.static_bytes(warps, teams)) // teams

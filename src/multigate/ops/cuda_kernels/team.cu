@@ -103,23 +103,28 @@ __device__ __forceinline__ void team_sync(int team) {
         sync_some<THREADS>(team + 1);
 }
 
-// Sum over the 32 lanes of 32 values at once, 31 shuffles instead of 160: lane l ends with the sum of v[l] in v[0].
-template <int HALF> __device__ __forceinline__ void sum_and_deal(float *v, int lane) {
-    const bool upper = lane & HALF;
+// Sum over groups of SIZE lanes of SIZE values at once, SIZE - 1 shuffles instead of SIZE log2(SIZE): lane l of a group ends
+// with the sum of v[l] in v[0].
+template <int SIZE> __device__ __forceinline__ void sum_and_deal(float *v, int lane) {
+    if constexpr (SIZE > 1) {
+        constexpr int HALF = SIZE / 2;
+        const bool upper = lane & HALF;
 #pragma unroll
-    for (int k = 0; k < HALF; k++) {
-        const float give = upper ? v[k] : v[k + HALF];
-        const float keep = upper ? v[k + HALF] : v[k];
-        v[k] = keep + __shfl_xor_sync(~0u, give, HALF);
+        for (int k = 0; k < HALF; k++) {
+            const float give = upper ? v[k] : v[k + HALF];
+            const float keep = upper ? v[k + HALF] : v[k];
+            v[k] = keep + __shfl_xor_sync(~0u, give, HALF);
+        }
+        sum_and_deal<HALF>(v, lane);
     }
-    if constexpr (HALF > 1)
-        sum_and_deal<HALF / 2>(v, lane);
 }
+
+__device__ constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
 // The sums over a team of COUNT values of each thread; sum k is with lane k % 32 of every warp, in dealt[k / 32]. Before
 // `exchange` is used again the team must have met: it does when it frees a slot.
 template <int COUNT> struct Sums {
-    static constexpr int GROUPS = (COUNT + 31) / 32;
+    static constexpr int GROUPS = (COUNT + 31) / 32, LAST = power_of_two(COUNT - 32 * (GROUPS - 1));
     float values[GROUPS * 32], dealt[GROUPS];
 
     __device__ __forceinline__ Sums() {
@@ -130,10 +135,16 @@ template <int COUNT> struct Sums {
 
     __device__ __forceinline__ void make(float *exchange, int team, int warp, int lane) {
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++) {
-            sum_and_deal<16>(values + 32 * g, lane);
+        for (int g = 0; g < GROUPS - 1; g++)
+            sum_and_deal<32>(values + 32 * g, lane);
+        float *last = values + 32 * (GROUPS - 1);
+        sum_and_deal<LAST>(last, lane);
+#pragma unroll
+        for (int o = LAST; o < 32; o *= 2)
+            last[0] += __shfl_xor_sync(~0u, last[0], o);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++)
             dealt[g] = values[32 * g];
-        }
         if (WARPS > 1) {
 #pragma unroll
             for (int g = 0; g < GROUPS; g++)

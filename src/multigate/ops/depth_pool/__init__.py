@@ -10,7 +10,7 @@ from multigate.ops.checks import check_tensors
 from . import reference
 from .op import fused
 
-KERNELS = ("triton", "cuda")
+KERNELS = ("cuda", "triton")
 
 
 def depth_pool(

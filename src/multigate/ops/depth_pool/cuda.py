@@ -15,6 +15,7 @@ from .plan import saved_rows
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
 MOST_SOURCES = 16
+TAKES = f"cuda takes up to {MOST_SOURCES} sources, in rows of whole 16 bytes that fit on the chip"
 
 
 def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem:

@@ -121,9 +121,7 @@ def _kernels(backend: str, sources: Sequence[Tensor]) -> Any:
     if backend == "cuda":
         if cuda.takes(sources):
             return cuda
-        first = sources[0]
-        words = f"{len(sources)} sources of {first.shape[1]} x {first.dtype}"
-        instead("depth_pool", f"cuda does not take {words}")
+        instead("depth_pool", cuda.TAKES)
     from . import triton
 
     return triton

@@ -12,6 +12,7 @@ from multigate.ops import cuda, nvrtc
 from multigate.ops.cuda import Plan, Problem, pointer
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
+TAKES = "cuda takes y and streams of one dtype, in rows of whole 16 bytes that fit on the chip"
 
 
 def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Problem:

@@ -117,14 +117,10 @@ def _kernels(backend: str, y: Tensor, streams: Sequence[Tensor]) -> Any:
     if backend == "cuda":
         if cuda.takes(y, streams):
             return cuda
-        instead("gate_pool", f"cuda does not take {y.dtype} into {_words(streams)}")
+        instead("gate_pool", cuda.TAKES)
     from . import triton
 
     return triton
-
-
-def _words(streams: Sequence[Tensor]) -> str:
-    return f"{len(streams)} streams of {streams[0].shape[1]} x {streams[0].dtype}"
 
 
 def _packed(y: Tensor, streams: Sequence[Tensor]) -> bool:
