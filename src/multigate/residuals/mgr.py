@@ -14,6 +14,7 @@ from multigate.ops.gate_pool import reference as maths
 
 from .base import Residual, State, register_residual
 from .init import gate_bias_init
+from .memory import Memory
 
 
 class MultiGateResidual(nn.Module):
@@ -115,7 +116,10 @@ class MultiGate(Residual):
     competitive one; a number b sets the independent gate's biases to b and the competitive gate's
     carry logit to -b. Recorded: `alpha`, and `beta` where there is a gate.
 
-    State: the m streams as a tuple while they grow; the first gate makes one tensor [..., n, D].
+    `memory`, `keep` and `every` say what is kept for the backward pass, see memory.py.
+
+    State: the m streams as a tuple while they grow; the first gate makes one tensor [..., n, D],
+    beside which a memory mode may put what it owes.
     """
 
     variant: ClassVar[str]
@@ -127,10 +131,16 @@ class MultiGate(Residual):
         streams: int = 4,
         bias_init: str | float = "paper",
         eps: float = 1e-6,
+        memory: str = "store",
+        keep: float = 0.01,
+        every: int | None = None,
     ) -> None:
         super().__init__(dim, depth, streams, eps)
+        self.memory = Memory(memory, keep, every)
         growth = min(streams - 1, depth)
         bias = self._initial_bias(bias_init, depth - growth)
+        self.lost: Tensor
+        self.register_buffer("lost", torch.zeros((), dtype=torch.int64), persistent=False)
         self.steps = nn.ModuleList(GrowthPool(dim) for _ in range(growth))
         self.steps.extend(
             MultiGateResidual(dim, streams, self.variant, bias, eps) for _ in range(depth - growth)
@@ -174,7 +184,9 @@ class MultiGate(Residual):
         return None
 
     def _handover(self, i: int, h: Tensor, state: State) -> tuple[Tensor, ...]:
-        return state
+        if not self._packed(i, state):
+            return state
+        return (self.memory.end(state, cast(MultiGateResidual, self.steps[-1])),)
 
     def _resume(self, i: int, sent: tuple[Tensor, ...]) -> tuple[Tensor, State]:
         return self._read_again(i, sent, None)
@@ -191,7 +203,8 @@ class MultiGate(Residual):
 
     def _packed(self, i: int, state: State) -> bool:
         """Whether the state before sublayer i is one tensor [..., n, D]."""
-        return i >= self.streams - 1 and len(state) == 1
+        alone = len(state) == 1 or isinstance(state[1], tuple)
+        return i >= self.streams - 1 and alone
 
     def _advance(
         self, i: int, y: Tensor | None, state: State, norm_weight: Tensor | None
@@ -208,9 +221,25 @@ class MultiGate(Residual):
         if self._record is not None:
             self.note(i, **step.coefficients(y, state[0] if packed else torch.stack(state, -2)))
         if y is None:
+            if self._ends(i):
+                state = (self.memory.end(state, step),)
             return step.read(state[0], norm_weight), state
-        h, new_streams = step(y, state[0] if packed else state, norm_weight)
-        return h, (new_streams,)
+        if self.memory.mode == "store" or not torch.is_grad_enabled():
+            h, new_streams = step(y, state[0] if packed else state, norm_weight)
+            return h, (new_streams,)
+        if packed:
+            h, state, lost = self.memory.step(step, y, state, norm_weight, self._ends(i))
+            if lost is not None:
+                self.lost += lost
+            return h, state
+        h, new_streams = step(y, state, norm_weight)
+        inverts = self.memory.mode != "recompute" and not self._ends(i)
+        return h, (new_streams, ()) if inverts else (new_streams,)
+
+    def _ends(self, i: int) -> bool:
+        """Whether a chain of steps that keep no streams ends with step i."""
+        growth = min(self.streams - 1, self.depth)
+        return self.memory.ends(i - growth, self.depth - growth)
 
     def _read_again(self, i: int, state: State, norm_weight: Tensor | None) -> tuple[Tensor, State]:
         """What step i - 1 has read, from the state it has left."""

@@ -47,16 +47,21 @@ def gate_pool(
     packed = isinstance(streams, Tensor)
     given = [streams] if isinstance(streams, Tensor) else list(streams)
     check(y, given, packed, w_gate, w_pool, bias, variant, norm_weight)
-    n = given[0].shape[-2] if packed else len(given)
-    # As an unknown dtype would: no kernel has room for more.
-    kind = str(given[0].dtype) if n <= MOST_STREAMS else f"more than {MOST_STREAMS} streams"
-    kernel = choose("gate_pool", KERNELS, backend, y.device.type, y.device.index, kind)
+    kernel = kernel_for(y, given, backend)
     if kernel == "torch":
         whole = given[0] if packed else torch.stack(given, dim=-2)
         return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
     competitive = variant == "competitive"
     h, new, _ = fused(y, given, w_gate, w_pool, bias, norm_weight, competitive, eps, kernel)
     return h, new
+
+
+def kernel_for(y: Tensor, streams: Sequence[Tensor], backend: str = "auto") -> str:
+    """Which backend does the step on streams that come packed or one by one."""
+    n = streams[0].shape[-2] if streams[0].ndim > y.ndim else len(streams)
+    # As an unknown dtype would: no kernel has room for more.
+    kind = str(streams[0].dtype) if n <= MOST_STREAMS else f"more than {MOST_STREAMS} streams"
+    return choose("gate_pool", KERNELS, backend, y.device.type, y.device.index, kind)
 
 
 def check(

@@ -112,6 +112,31 @@ def _backward(
 fused.register_autograd(_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("multigate::gate_pool_replay", mutates_args=())
+def fused_replay(
+    y: Tensor,
+    streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> Tensor:
+    """The new streams once more, by the same kernel and so the same to the bit.
+
+    An operator of its own: torch.compile would merge it with the first time, and keep the streams.
+    """
+    _, new, _ = fused(y, [streams], w_gate, w_pool, bias, norm_weight, competitive, eps, backend)
+    return new
+
+
+@fused_replay.register_fake
+def _(y: Tensor, streams: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(streams, memory_format=torch.contiguous_format)
+
+
 def _kernels(backend: str, y: Tensor, streams: Sequence[Tensor]) -> Any:
     """The module whose `forward` and `backward` run; Triton does what CUDA's does not take."""
     if backend == "cuda":

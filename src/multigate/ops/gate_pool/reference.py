@@ -15,7 +15,11 @@ def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float
     z_i = weight . rms(s_i) / sqrt(D) + b_i;  independent: beta_i = sigmoid(z_i);
     competitive: beta = softmax([b_0, z_1 .. z_n]) without its entry 0, the carry logit.
     """
-    z = score(streams, weight, eps) * streams.shape[-1] ** -0.5
+    return opened(score(streams, weight, eps) * streams.shape[-1] ** -0.5, bias, variant)
+
+
+def opened(z: Tensor, bias: Tensor, variant: str) -> Tensor:
+    """beta from the scores of the streams, to which the bias is still to be added."""
     if variant == "independent":
         return (z + bias.to(z.dtype)).sigmoid()
     carry = torch.zeros_like(z[..., :1])
@@ -45,6 +49,26 @@ def pool(
     return h, alpha
 
 
+def step(
+    y: Tensor,
+    streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    variant: str,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h, the new streams and beta.
+
+    The pool reads the new streams before they are rounded: one definition for every backend.
+    """
+    beta = gate(streams, w_gate, bias, variant, eps)
+    new_streams = lerp(y, streams, beta)
+    h, _ = pool(new_streams, w_pool, norm_weight, eps)
+    return h.to(streams.dtype), new_streams.to(streams.dtype), beta
+
+
 def gate_pool(
     y: Tensor,
     streams: Tensor,
@@ -55,7 +79,6 @@ def gate_pool(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The pool reads the new streams before they are rounded: one definition for every backend."""
-    new_streams = lerp(y, streams, gate(streams, w_gate, bias, variant, eps))
-    h, _ = pool(new_streams, w_pool, norm_weight, eps)
-    return h.to(streams.dtype), new_streams.to(streams.dtype)
+    """h and the new streams."""
+    h, new_streams, _ = step(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
+    return h, new_streams

@@ -1,0 +1,259 @@
+"""Multi-Gate steps that keep no streams for the backward pass, which hands them on instead.
+
+A *stand-in* is a tensor of the shape of some streams that takes no memory: its gradient is the
+streams themselves. A step that needs streams in its backward pass gives out a stand-in for them;
+whoever receives it puts them in as its gradient. All of it is functional, so autograd orders the
+work and torch.compile sees through it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multigate.numerics import wide
+
+from . import codes, passes
+from .passes import Weights
+
+
+def stand_in(streams: Tensor) -> Tensor:
+    return streams.new_zeros(()).expand(streams.shape)
+
+
+def inverse(new: Tensor, y: Tensor, beta: Tensor) -> Tensor:
+    """s = (s' - beta y) / (1 - beta), rounded to the dtype of the streams.
+
+    Where beta is 1 nothing of s is left in s', and 0 stands in its place.
+    """
+    beta = beta.unsqueeze(-1)
+    rest = (1 - beta).clamp(min=torch.finfo(beta.dtype).tiny)
+    return ((wide(new) - beta * y.to(beta.dtype).unsqueeze(-2)) / rest).to(new.dtype)
+
+
+def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The streams of the largest gate values, `keep` in a million, as rows; where they belong."""
+    total = beta.numel()
+    count = (total * keep + 999_999) // 1_000_000
+    index = beta.reshape(-1).topk(count, sorted=False).indices
+    return streams.reshape(total, -1)[index], index
+
+
+def handed(streams: Tensor | None, memory: str) -> Tensor:
+    """The streams that a stand-in has brought, or one sentence if it has not."""
+    if streams is None:
+        raise RuntimeError(
+            f"memory={memory!r}: a step's backward pass was not given its streams, because the "
+            "steps after it were not run: run all of them, or use memory='store'."
+        )
+    return streams
+
+
+class Inverted(torch.autograd.Function):
+    """A step whose backward pass gets the streams after it and hands on those before it.
+
+    The inputs of the largest gate values, which invert worst, are kept as they are: `keep` in a
+    million pairs of token and stream. The `last` step of a chain keeps its own output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        streams: Tensor,
+        w_gate: Tensor,
+        w_pool: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor | None,
+        before: Tensor | None,
+        last: bool,
+        keep: int,
+        variant: str,
+        eps: float,
+        kernel: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (w_gate, w_pool, bias, norm_weight)
+        h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
+        rows, index = largest(streams, _gates(saved, y, streams, bias, variant, eps), keep)
+        ctx.set_materialize_grads(False)
+        ctx.options = (variant, eps, kernel)
+        ctx.linked = before is not None
+        ctx.save_for_backward(y, *weights, saved, rows, index, new if last else None)
+        return h, new, stand_in(new)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_h: Tensor | None, grad_new: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        y, *weights, saved, rows, index, new = ctx.saved_tensors
+        after = handed(after if new is None else new, "invert")
+        beta = _gates(saved, y, after, weights[2], *ctx.options[:2])
+        streams = inverse(after, y, beta)
+        streams = streams.view(-1, y.shape[-1]).index_copy(0, index, rows).view(after.shape)
+        grads = _gradients(grad_h, grad_new, y, streams, tuple(weights), saved, ctx.options)
+        return (*grads, streams if ctx.linked else None, *[None] * 5)
+
+
+class Exact(torch.autograd.Function):
+    """`Inverted`, with what the inversion loses kept as codes; also returns how much was lost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        streams: Tensor,
+        w_gate: Tensor,
+        w_pool: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor | None,
+        before: Tensor | None,
+        last: bool,
+        variant: str,
+        eps: float,
+        kernel: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weights = (w_gate, w_pool, bias, norm_weight)
+        h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
+        beta = _gates(saved, y, streams, bias, variant, eps)
+        packed, listed, lost = codes.encode(streams, inverse(new, y, beta))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lost)
+        ctx.options = (variant, eps, kernel)
+        ctx.linked = before is not None
+        ctx.save_for_backward(y, *weights, saved, packed, listed, new if last else None)
+        return h, new, stand_in(new), lost
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        grad_h: Tensor | None,
+        grad_new: Tensor | None,
+        after: Tensor | None,
+        _: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        y, *weights, saved, packed, listed, new = ctx.saved_tensors
+        after = handed(after if new is None else new, "exact")
+        beta = _gates(saved, y, after, weights[2], *ctx.options[:2])
+        streams = codes.decode(packed, listed, inverse(after, y, beta))
+        grads = _gradients(grad_h, grad_new, y, streams, tuple(weights), saved, ctx.options)
+        return (*grads, streams if ctx.linked else None, *[None] * 4)
+
+
+class Replayed(torch.autograd.Function):
+    """A step of a block whose first streams are kept, and the others made once more.
+
+    The `first` step keeps the streams before it itself, the others give out a stand-in for theirs.
+    The last one is given `block`: the kept streams, then y and the four weights of each of the
+    `steps` before it, then the stand-ins of those but the first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        streams: Tensor,
+        w_gate: Tensor,
+        w_pool: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor | None,
+        first: bool,
+        steps: int,
+        variant: str,
+        eps: float,
+        kernel: str,
+        *block: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (w_gate, w_pool, bias, norm_weight)
+        h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
+        ctx.set_materialize_grads(False)
+        ctx.options = (variant, eps, kernel)
+        ctx.steps, ctx.unused = steps, [None] * (len(block) - max(steps - 1, 0))
+        kept = streams if first else None
+        ctx.save_for_backward(y, *weights, saved, kept, *block[: 1 + 5 * steps])
+        return h, new, stand_in(new)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_h: Tensor | None, grad_new: Tensor | None, before: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        y, w_gate, w_pool, bias, norm_weight, saved, kept, *block = ctx.saved_tensors
+        states = replayed(block, ctx.steps, ctx.options)
+        if states:
+            kept = states.pop()
+        streams = handed(before if kept is None else kept, "recompute")
+        weights = (w_gate, w_pool, bias, norm_weight)
+        grads = _gradients(grad_h, grad_new, y, streams, weights, saved, ctx.options)
+        return (*grads, *[None] * 5, *ctx.unused, *states)
+
+
+def replayed(block: list[Tensor], steps: int, options: tuple[str, float, str]) -> list[Tensor]:
+    """The streams after each step of a block."""
+    states = block[:1]
+    for j in range(steps):
+        y, w_gate, w_pool, bias, norm_weight = block[1 + 5 * j : 6 + 5 * j]
+        weights = (w_gate, w_pool, bias, norm_weight)
+        states.append(passes.replay(y, states[-1], weights, *options))
+    return states[1:]
+
+
+class Kept(torch.autograd.Function):
+    """The streams as they are, kept to be handed to the step before: the end of a chain."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, before: Tensor) -> Tensor:
+        ctx.save_for_backward(streams)
+        return streams.view_as(streams)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.saved_tensors[0]
+
+
+class KeptBlock(torch.autograd.Function):
+    """The streams as they are, and the end of a block (see `Replayed`) after its last step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        streams: Tensor,
+        steps: int,
+        variant: str,
+        eps: float,
+        kernel: str,
+        *block: Tensor | None,
+    ) -> Tensor:
+        ctx.options, ctx.steps = (variant, eps, kernel), steps
+        ctx.save_for_backward(*block[: 1 + 5 * steps])
+        return streams.view_as(streams)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states = replayed(list(ctx.saved_tensors), ctx.steps - 1, ctx.options)
+        return (grad, *[None] * (5 + 5 * ctx.steps), *states)
+
+
+def _gates(
+    saved: Tensor, y: Tensor, streams: Tensor, bias: Tensor, variant: str, eps: float
+) -> Tensor:
+    n, width = streams.shape[-2:]
+    return passes.gates(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
+
+
+def _gradients(
+    grad_h: Tensor | None,
+    grad_new: Tensor | None,
+    y: Tensor,
+    streams: Tensor,
+    weights: Weights,
+    saved: Tensor,
+    options: tuple[str, float, str],
+) -> tuple[Tensor | None, ...]:
+    if grad_h is None and grad_new is None:
+        return (None,) * 6
+    return passes.backward(grad_h, grad_new, y, streams, weights, saved, *options)

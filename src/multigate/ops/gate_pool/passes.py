@@ -1,0 +1,93 @@
+"""The two passes of a Multi-Gate step as plain functions, by any backend and without autograd.
+
+`saved` is what a backend keeps of a token beside y: the reference beta [..., n], a kernel its dot
+products. `kernel` is what `kernel_for` chose.
+"""
+
+import torch
+from torch import Tensor
+
+from multigate.numerics import without_autocast
+
+from . import reference
+from .op import fused, fused_backward, fused_replay
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""w_gate, w_pool, bias and, if the step ends in the norm, its weight."""
+
+
+def forward(
+    y: Tensor, streams: Tensor, weights: Weights, variant: str, eps: float, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h, the new streams and `saved`, of streams [..., n, D]."""
+    if kernel == "torch":
+        w_gate, w_pool, bias, norm_weight = weights
+        return reference.step(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
+    return fused(y, [streams], *weights, variant == "competitive", eps, kernel)
+
+
+def replay(
+    y: Tensor, streams: Tensor, weights: Weights, variant: str, eps: float, kernel: str
+) -> Tensor:
+    """The new streams alone, bit for bit as `forward` has made them."""
+    if kernel == "torch":
+        w_gate, _, bias, _ = weights
+        beta = reference.gate(streams, w_gate, bias, variant, eps)
+        return reference.lerp(y, streams, beta).to(streams.dtype)
+    return fused_replay(y, streams, *weights, variant == "competitive", eps, kernel)
+
+
+def backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    streams: Tensor,
+    weights: Weights,
+    saved: Tensor,
+    variant: str,
+    eps: float,
+    kernel: str,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of y, the old streams and the four weights."""
+    if kernel != "torch":
+        found = fused_backward(
+            grad_h,
+            grad_streams,
+            y,
+            [streams],
+            *weights,
+            saved,
+            variant == "competitive",
+            eps,
+            kernel,
+        )
+        return (*found, None)[:6]
+
+    def step(
+        y: Tensor,
+        streams: Tensor,
+        w_gate: Tensor,
+        w_pool: Tensor,
+        bias: Tensor,
+        norm_weight: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return reference.gate_pool(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
+
+    given = [w for w in weights if w is not None]
+    with without_autocast(y.device.type):
+        outputs, pull_back, *_ = torch.func.vjp(step, y, streams, *given)
+        grads = [
+            torch.zeros_like(output) if grad is None else grad
+            for output, grad in zip(outputs, (grad_h, grad_streams), strict=True)
+        ]
+        found = pull_back(tuple(grads))
+    return (*found, None)[:6]
+
+
+def gates(saved: Tensor, bias: Tensor, n: int, width: int, variant: str, eps: float) -> Tensor:
+    """beta [..., n] of a step, from what it has saved."""
+    if saved.shape[-1] == n:
+        return saved
+    squares, dots = saved[..., :n], saved[..., n : 2 * n]
+    z = dots * torch.rsqrt(squares / width + eps) * width**-0.5
+    return reference.opened(z, bias, variant)
