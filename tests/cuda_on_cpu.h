@@ -47,6 +47,7 @@ inline u32 __float_as_uint(float number) {
     memcpy(&bits, &number, 4);
     return bits;
 }
+inline void fence_copies() {}
 template <class T> T __ldg(const T *p) { return *p; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -133,6 +133,43 @@ def test_fewer_tokens_than_blocks(emulated):
     check(*problem(1, 3, 64, True, torch.float32), True, True)
 
 
+@pytest.mark.parametrize(
+    ("n", "width", "dtype", "norm", "cut"),
+    [
+        (3, 64, torch.float32, True, None),
+        (4, 520, torch.bfloat16, True, None),
+        (9, 264, torch.float16, False, None),
+        (2, 312, torch.float32, True, Plan(1, 2, 6, False)),
+        (2, 312, torch.float32, False, Plan(3, 2, 1, True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+def test_inverted(emulated, n, width, dtype, norm, cut, competitive):
+    """The streams before the step, and the gradients at them to the bit; kept rows as they were."""
+    leaves, grads = problem(23, n, width, competitive, dtype)
+    y, streams, w_gate, w_pool, bias, gain = leaves
+    rest = (w_gate, w_pool, bias, gain if norm else None)
+    _, new, saved = cuda.forward(y, streams.unbind(1), *rest, competitive, 1e-6)
+    places = torch.full((23, n), -1, dtype=torch.int32)
+    chosen = torch.randperm(23 * n)[:7]
+    places.view(-1)[chosen] = torch.arange(7, dtype=torch.int32)
+    kept = streams.reshape(-1, width)[chosen]
+    old, found = cuda.invert_backward(
+        *grads, y, new.unbind(1), *rest, saved, kept, places, competitive, 1e-6, cut
+    )
+    assert torch.equal(old.view(-1, width)[chosen], kept)
+    variant = "competitive" if competitive else "independent"
+    beta = reference.gate(streams, w_gate, bias, variant, 1e-6)
+    wanted = reference.unlerp(new, y, beta)
+    wanted.view(-1, width)[chosen] = kept
+    torch.testing.assert_close(old, wanted)
+    assert (old.double() - streams.double()).norm() <= 0.1 * streams.double().norm()
+    again = cuda.backward(*grads, y, old.unbind(1), *rest, saved, competitive, 1e-6, cut)
+    for a, b in zip(found, again, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
 def test_no_tokens(emulated):
     leaves, grads = problem(0, 3, 64, True, torch.float32)
     found = computed(leaves, grads, True, True)

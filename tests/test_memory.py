@@ -374,3 +374,16 @@ def test_the_largest_gates_are_kept():
     assert torch.equal(rows, streams.view(20, 3)[index])
     assert len(lean.largest(streams, beta, 0)[1]) == 0
     assert len(lean.largest(streams, beta, 1_000_000)[1]) == 20
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("residual", GATES)
+def test_with_kernels(residual, memory, monkeypatch):
+    """Triton's, on a CPU in its interpreter: as store with the same kernels."""
+    monkeypatch.setenv("MULTIGATE_BACKEND", "triton")
+    expected = gradients(stack("store", residual, depth=6, streams=2))
+    found = gradients(stack(memory, residual, depth=6, streams=2))
+    if memory == "invert":
+        assert distance(found, expected) < 1e-4
+    else:
+        assert_same(found, expected)

@@ -58,6 +58,9 @@ __device__ __forceinline__ void bulk_copy(const void *to, u64 from, u32 bytes, u
                  : "memory");
 }
 
+// What threads have written to shared memory is done before later copies into it.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // No kernel reads what it writes, so the compiler may move loads across a store: no "memory" here.
 __device__ __forceinline__ void store(u64 to, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));

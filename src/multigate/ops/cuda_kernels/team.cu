@@ -16,7 +16,7 @@ constexpr int SLABS = (CHUNKS + THREADS - 1) / THREADS;  // pieces of a token: o
 constexpr int SLAB_BYTES = THREADS * 16;                 // of one row
 constexpr int LANES = N == 1 ? 1 : N == 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : 16;
 constexpr float SCALE = 1.0f / C;
-constexpr float LOWEST = -3.402823466e38f;
+constexpr float LOWEST = -3.402823466e38f, SMALLEST = 1.175494351e-38f;
 
 static_assert(SLOTS >= SLABS, "a token must fit into the ring");
 
@@ -258,8 +258,8 @@ template <int ROWS, int EXTRA> struct Ring {
         }
     }
 
-    __device__ __forceinline__ const uint4 *row(int slot, int r) const {
-        return reinterpret_cast<const uint4 *>(memory + slot * SLOT_BYTES + r * SLAB_BYTES);
+    __device__ __forceinline__ uint4 *row(int slot, int r) const {
+        return reinterpret_cast<uint4 *>(memory + slot * SLOT_BYTES + r * SLAB_BYTES);
     }
 
     __device__ __forceinline__ const float *extra(int slot) const {

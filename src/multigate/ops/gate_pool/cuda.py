@@ -54,7 +54,7 @@ def forward(
     what = problem(n, width, y.element_size())
     cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
-    switches = (competitive, norm_weight is not None, False, False)
+    switches = (competitive, norm_weight is not None, False, False, False)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
     weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
     arguments = [
@@ -65,6 +65,10 @@ def forward(
     ]
     kernel.launch(cuda.blocks(tokens, y.device), 32 * cut.warps * cut.teams, arguments)
     return h, new_streams, saved
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Of y, the streams (packed) and, in float32, the weights."""
 
 
 def backward(
@@ -80,9 +84,71 @@ def backward(
     competitive: bool,
     eps: float,
     cut: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of y, the streams (packed) and, in float32, of the weights."""
+) -> Gradients:
+    weights = (w_gate, w_pool, bias, norm_weight)
+    return _backward(
+        grad_h, grad_streams, y, streams, weights, saved, competitive, eps, cut, None, None, None
+    )
+
+
+def invert_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Sequence[Tensor],
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    kept: Tensor,
+    places: Tensor,
+    competitive: bool,
+    eps: float,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Gradients]:
+    """The streams before the step (packed), made of those after it, and the gradients.
+
+    places [tokens, n], int32: the row of `kept` that a stream was, or -1 where it is inverted.
+    """
+    n, (tokens, width) = len(new_streams), y.shape
+    old = y.new_empty(tokens, n, width)
+    weights = (w_gate, w_pool, bias, norm_weight)
+    kept = cuda.ready(kept)
+    found = _backward(
+        grad_h,
+        grad_streams,
+        y,
+        new_streams,
+        weights,
+        saved,
+        competitive,
+        eps,
+        cut,
+        kept,
+        places,
+        old,
+    )
+    return old, found
+
+
+def _backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    streams: Sequence[Tensor],
+    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    saved: Tensor,
+    competitive: bool,
+    eps: float,
+    cut: Plan | None,
+    kept: Tensor | None,
+    places: Tensor | None,
+    old: Tensor | None,
+) -> Gradients:
+    """The gradients; with `old`, from streams after the step, and those before it go there."""
     y, streams = cuda.ready(y), cuda.readable(streams)
+    *_, bias, norm_weight = weights
     n, (tokens, width) = len(streams), y.shape
     dy = torch.empty_like(y)
     dstreams = y.new_empty(tokens, n, width)
@@ -96,18 +162,21 @@ def backward(
     cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
-    kernel, finish = _kernels(y.device, what, y.dtype, cut, (competitive, *given))
+    switches = (competitive, *given, old is not None)
+    kernel, finish = _kernels(y.device, what, y.dtype, cut, switches)
     blocks = cuda.blocks(tokens, y.device)
     pieces = [(dw_gate, width), (dw_pool, width), (dbias, len(bias))]
     if dnorm is not None:
         pieces.append((dnorm, width))
     columns = sum(size for _, size in pieces)
     partials = y.new_empty(blocks, columns, dtype=torch.float32)
+    # Copies must live until the launch: they have names.
     grads = [None if g is None else cuda.ready(g) for g in (grad_streams, grad_h)]
-    weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
+    ready = cuda.weights(*weights)
+    outputs = (dstreams, dy, partials)
     arguments = [
         cuda.rows(streams),
-        *map(pointer, (y, *grads, *weights, saved, dstreams, dy, partials)),
+        *map(pointer, (y, *grads, *ready, saved, *outputs, kept, places, old)),
         ctypes.c_int64(tokens),
         ctypes.c_float(eps),
     ]
@@ -122,11 +191,11 @@ def _kernels(
     what: Problem,
     dtype: torch.dtype,
     cut: Plan,
-    switches: tuple[bool, bool, bool, bool],
+    switches: tuple[bool, bool, bool, bool, bool],
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     """The kernel of a pass, and the one that adds up its weight gradients."""
     name = "backward" if what.backward else "forward"
-    names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H")
+    names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H", "INVERT")
     text = cuda.source(FOLDER, what.backward, "step")
     module = cuda.compiled(device, text, what, dtype, cut, dict(zip(names, switches, strict=True)))
     kernel = module.kernel(name, what.dynamic_bytes(cut))

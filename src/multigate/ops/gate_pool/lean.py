@@ -12,24 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multigate.numerics import wide
-
-from . import codes, passes
+from . import codes, passes, reference
 from .passes import Weights
 
 
 def stand_in(streams: Tensor) -> Tensor:
     return streams.new_zeros(()).expand(streams.shape)
-
-
-def inverse(new: Tensor, y: Tensor, beta: Tensor) -> Tensor:
-    """s = (s' - beta y) / (1 - beta), rounded to the dtype of the streams.
-
-    Where beta is 1 nothing of s is left in s', and 0 stands in its place.
-    """
-    beta = beta.unsqueeze(-1)
-    rest = (1 - beta).clamp(min=torch.finfo(beta.dtype).tiny)
-    return ((wide(new) - beta * y.to(beta.dtype).unsqueeze(-2)) / rest).to(new.dtype)
 
 
 def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
@@ -89,10 +77,9 @@ class Inverted(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         y, *weights, saved, rows, index, new = ctx.saved_tensors
         after = handed(after if new is None else new, "invert")
-        beta = _gates(saved, y, after, weights[2], *ctx.options[:2])
-        streams = inverse(after, y, beta)
-        streams = streams.view(-1, y.shape[-1]).index_copy(0, index, rows).view(after.shape)
-        grads = _gradients(grad_h, grad_new, y, streams, tuple(weights), saved, ctx.options)
+        streams, *grads = passes.invert_backward(
+            grad_h, grad_new, y, after, tuple(weights), saved, rows, index, *ctx.options
+        )
         return (*grads, streams if ctx.linked else None, *[None] * 5)
 
 
@@ -117,7 +104,7 @@ class Exact(torch.autograd.Function):
         weights = (w_gate, w_pool, bias, norm_weight)
         h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
         beta = _gates(saved, y, streams, bias, variant, eps)
-        packed, listed, lost = codes.encode(streams, inverse(new, y, beta))
+        packed, listed, lost = codes.encode(streams, reference.unlerp(new, y, beta))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lost)
         ctx.options = (variant, eps, kernel)
@@ -137,7 +124,7 @@ class Exact(torch.autograd.Function):
         y, *weights, saved, packed, listed, new = ctx.saved_tensors
         after = handed(after if new is None else new, "exact")
         beta = _gates(saved, y, after, weights[2], *ctx.options[:2])
-        streams = codes.decode(packed, listed, inverse(after, y, beta))
+        streams = codes.decode(packed, listed, reference.unlerp(after, y, beta))
         grads = _gradients(grad_h, grad_new, y, streams, tuple(weights), saved, ctx.options)
         return (*grads, streams if ctx.linked else None, *[None] * 4)
 

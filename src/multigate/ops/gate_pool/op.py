@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multigate.ops.backend import instead
 
-from . import cuda
+from . import cuda, reference
 
 
 @torch.library.custom_op("multigate::gate_pool", mutates_args=())
@@ -135,6 +135,64 @@ def fused_replay(
 @fused_replay.register_fake
 def _(y: Tensor, streams: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(streams, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("multigate::gate_pool_invert_backward", mutates_args=())
+def fused_invert_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    kept: Tensor,
+    index: Tensor,
+    competitive: bool,
+    eps: float,
+    backend: str,
+) -> list[Tensor]:
+    """The streams before the step, from those after it, then what `fused_backward` gives."""
+    given = (w_gate, w_pool, bias, norm_weight)
+    n, width = new_streams.shape[-2:]
+    rows, after = _rows(y), _streams(y, [new_streams])
+    if backend != "cuda" or not cuda.takes(rows, after):
+        variant = "competitive" if competitive else "independent"
+        beta = reference.gate_from(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
+        old = reference.unlerp(new_streams, y, beta).view(-1, width)
+        old = old.index_copy_(0, index, kept).view(new_streams.shape)
+        options = (saved, competitive, eps, backend)
+        return [old, *fused_backward(grad_h, grad_streams, y, [old], *given, *options)]
+    kernels: Any = cuda
+    places = torch.full((len(rows) * n,), -1, dtype=torch.int32, device=y.device)
+    places[index] = torch.arange(len(index), dtype=torch.int32, device=y.device)
+    with torch.cuda.device_of(y):
+        old, (dy, dstreams, *dweights) = kernels.invert_backward(
+            None if grad_h is None else _rows(grad_h),
+            None if grad_streams is None else grad_streams.reshape(-1, n, width).contiguous(),
+            rows,
+            after,
+            *_weights(*given),
+            saved,
+            kept,
+            places,
+            competitive,
+            eps,
+        )
+    found = (d.to(w.dtype) for d, w in zip(dweights, given, strict=True) if w is not None)
+    shape = new_streams.shape
+    return [old.view(shape), dy.view(y.shape), dstreams.view(shape), *found]
+
+
+@fused_invert_backward.register_fake
+def _(
+    grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, new_streams: Tensor, *rest: Any
+) -> list[Tensor]:
+    given = [w for w in rest[:4] if w is not None]
+    packed = [new_streams.new_empty(new_streams.shape) for _ in range(2)]
+    return [packed[0], y.new_empty(y.shape), packed[1], *map(torch.empty_like, given)]
 
 
 def _kernels(backend: str, y: Tensor, streams: Sequence[Tensor]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from multigate.numerics import without_autocast
 
 from . import reference
-from .op import fused, fused_backward, fused_replay
+from .op import fused, fused_backward, fused_invert_backward, fused_replay
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """w_gate, w_pool, bias and, if the step ends in the norm, its weight."""
@@ -84,10 +84,47 @@ def backward(
     return (*found, None)[:6]
 
 
+def invert_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Tensor,
+    weights: Weights,
+    saved: Tensor,
+    kept: Tensor,
+    index: Tensor,
+    variant: str,
+    eps: float,
+    kernel: str,
+) -> tuple[Tensor | None, ...]:
+    """The streams before the step from those after it, then what `backward` gives.
+
+    The rows `kept` of the old streams, at `index` of [tokens * n], need no inversion.
+    """
+    if kernel != "torch":
+        found = fused_invert_backward(
+            grad_h,
+            grad_streams,
+            y,
+            new_streams,
+            *weights,
+            saved,
+            kept,
+            index,
+            variant == "competitive",
+            eps,
+            kernel,
+        )
+        return (*found, None)[:7]
+    streams = reference.unlerp(new_streams, y, saved)
+    rows = streams.view(-1, y.shape[-1]).index_copy(0, index, kept)
+    streams = rows.view(new_streams.shape)
+    options = (variant, eps, kernel)
+    return streams, *backward(grad_h, grad_streams, y, streams, weights, saved, *options)
+
+
 def gates(saved: Tensor, bias: Tensor, n: int, width: int, variant: str, eps: float) -> Tensor:
     """beta [..., n] of a step, from what it has saved."""
     if saved.shape[-1] == n:
         return saved
-    squares, dots = saved[..., :n], saved[..., n : 2 * n]
-    z = dots * torch.rsqrt(squares / width + eps) * width**-0.5
-    return reference.opened(z, bias, variant)
+    return reference.gate_from(saved, bias, n, width, variant, eps)

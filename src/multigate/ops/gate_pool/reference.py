@@ -18,6 +18,12 @@ def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float
     return opened(score(streams, weight, eps) * streams.shape[-1] ** -0.5, bias, variant)
 
 
+def gate_from(saved: Tensor, bias: Tensor, n: int, width: int, variant: str, eps: float) -> Tensor:
+    """beta from the dot products that a kernel has saved: s_i . s_i, then s_i . weight."""
+    squares, dots = saved[..., :n], saved[..., n : 2 * n]
+    return opened(dots * torch.rsqrt(squares / width + eps) * width**-0.5, bias, variant)
+
+
 def opened(z: Tensor, bias: Tensor, variant: str) -> Tensor:
     """beta from the scores of the streams, to which the bias is still to be added."""
     if variant == "independent":
@@ -30,6 +36,17 @@ def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
     """s_i + beta_i (y - s_i), not yet rounded to the dtype of the streams."""
     old = wide(streams)
     return torch.lerp(old, y.to(old.dtype).unsqueeze(-2), beta.unsqueeze(-1))
+
+
+def unlerp(new_streams: Tensor, y: Tensor, beta: Tensor) -> Tensor:
+    """The streams before a lerp, (s' - beta y) / (1 - beta), rounded to the dtype of the streams.
+
+    Where beta is 1 nothing of s is left in s', and 0 stands in its place.
+    """
+    beta = beta.unsqueeze(-1)
+    rest = (1 - beta).clamp(min=torch.finfo(beta.dtype).tiny)
+    mixed = wide(new_streams) - beta * y.to(beta.dtype).unsqueeze(-2)
+    return (mixed / rest).to(new_streams.dtype)
 
 
 def pool_weights(streams: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,6 @@
-// The backward pass; after finish.cu and step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are.
+// The backward pass; after finish.cu and step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are, and
+// INVERT: `streams` are those after the step, and those before it are made of them and written to `old`. Where place
+// >= 0 for a token and stream, the one before it is row `place` of `kept`.
 
 // One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dbias and, with the norm, dgain.
 constexpr int BIASES = N + COMPETITIVE, PARTIAL = (2 + NORM) * C + BIASES;
@@ -11,10 +13,11 @@ struct Terms {
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     backward(const __grid_constant__ Rows streams, u64 y, u64 grad_streams, u64 grad_h, const float *w_gate,
              const float *w_pool, const float *bias, const float *gain, const float *saved, u64 dstreams, u64 dy,
-             float *partials, long long tokens, float eps) {
+             float *partials, u64 kept, const int *places, u64 old, long long tokens, float eps) {
     constexpr int COUNT = NORM ? 4 * N + 2 : 3 * N + 1;
     constexpr int GRADS = N, Y = GRADS + (GRAD_STREAMS ? N : 0), H = Y + 1, ROWS = H + GRAD_H;
     typedef Ring<ROWS, SAVED * 4> TheRing;
+    static_assert(!INVERT || SLOTS % SLABS == 0, "a token's slabs are asked for together");
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[TEAMS * SLOTS];
     __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
@@ -25,7 +28,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
     ring.init(warp, lane);
 
-    auto issue = [&](long long token, int slab, int slot) {
+    // A lane's place in `kept` for its stream of a token.
+    auto place_of = [&](long long token) {
+        return INVERT && lane < N && token < tokens ? places[token * N + lane] : -1;
+    };
+    auto issue = [&](long long token, int slab, int slot, int at) {
         if (warp != 0 || token >= tokens)
             return;
         const u32 bytes = TheRing::bytes(slab);
@@ -37,6 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                       : r < Y  ? grad_streams + (token * N + r - GRADS) * (C * BYTES)
                       : r == Y ? y + token * (C * BYTES)
                                : grad_h + token * (C * BYTES);
+            if (INVERT && r < N && at >= 0)
+                row = kept + (long long)at * (C * BYTES);
             bulk_copy(ring.row(slot, r), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
         }
         if (slab == 0 && lane == 31)
@@ -45,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     };
 #pragma unroll
     for (int q = 0; q < SLOTS; q++)
-        issue(place.first + (q / SLABS) * place.stride, q % SLABS, q);
+        issue(place.first + (q / SLABS) * place.stride, q % SLABS, q,
+              place_of(place.first + (q / SLABS) * place.stride));
     team_sync(team);
 
     float dgate[SLABS][CHUNK], dpool[SLABS][CHUNK], dgain[SLABS][CHUNK];
@@ -60,6 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     int slot = 0;
     u32 parity = 0;
     for (long long token = place.first; token < tokens; token += place.stride) {
+        // Asked for before the waiting: the answers are here after it.
+        const int here = place_of(token), next = place_of(token + SLOTS / SLABS * place.stride);
         wait(ring.barriers + slot, parity);
         const float *kept = ring.extra(slot);
         const int i = min(stream, N - 1);
@@ -70,8 +82,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         const float share = step.alpha * step.rest, share_y = over_streams(step.alpha * step.beta);
         Terms *mine = coefficients[team * WARPS + warp];
         __syncwarp();
-        if (lane < N)
+        if (lane < N) {
             mine[lane].h = share;
+            mine[lane].beta = here < 0 ? step.beta : 0.0f;
+            mine[lane].s = here < 0 ? 1.0f / fmaxf(step.rest, SMALLEST) : 1.0f;
+        }
         __syncwarp();
 
         Sums<COUNT> total;
@@ -87,6 +102,19 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                 float v[CHUNK], gh[CHUNK], s[CHUNK], g[CHUNK];
                 unpack(ring.row(at, Y)[member], v);
+                if (INVERT) {
+                    // In place: from here on the ring has the streams before the step.
+#pragma unroll
+                    for (int i = 0; i < N; i++) {
+                        const float beta = mine[i].beta, factor = mine[i].s;
+                        unpack(ring.row(at, i)[member], s);
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++)
+                            s[k] = (s[k] - beta * v[k]) * factor;
+                        ring.row(at, i)[member] = pack(s);
+                        store(old + ((token * N + i) * CHUNKS + c) * 16, pack(s));
+                    }
+                }
                 if (GRAD_H)
                     unpack(ring.row(at, H)[member], gh);
                 if (NORM && GRAD_H) {
@@ -223,8 +251,10 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 }
                 store(dy_row + c * 16, pack(to_y));
             }
+            if (INVERT)
+                fence_copies();
             team_sync(team);
-            issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
+            issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at, next);
             ring.advance(at, parity);
         }
         slot = at;
