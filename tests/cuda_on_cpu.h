@@ -52,6 +52,16 @@ template <class T> T __ldg(const T *p) { return *p; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline int __popcll(u64 bits) { return __builtin_popcountll(bits); }
+inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
+inline int atomicAdd(int *at, int more) {
+    const int was = *at;
+    *at += more;
+    return was;
+}
 
 struct Gathering {
     int arrived = 0;
@@ -130,6 +140,11 @@ template <class T> T exchange_in_warp(T *room, T mine, int from) {
 }
 inline float __shfl_sync(u32, float v, int from) { return exchange_in_warp(my_warp().numbers, v, from); }
 inline int __shfl_sync(u32, u32 v, int from) { return exchange_in_warp(my_warp().integers, (int)v, from); }
+inline int __shfl_sync(u32, int v, int from) { return exchange_in_warp(my_warp().integers, v, from); }
+inline int __shfl_up_sync(u32, int v, int by) {
+    const int lane = threadIdx.x % 32;
+    return exchange_in_warp(my_warp().integers, v, lane < by ? lane : lane - by);
+}
 inline float __shfl_xor_sync(u32, float v, int mask) {
     return exchange_in_warp(my_warp().numbers, v, (threadIdx.x % 32) ^ mask);
 }

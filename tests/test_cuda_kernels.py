@@ -1,10 +1,12 @@
 """The CUDA kernels, run on the CPU by tests/cuda_on_cpu.h."""
 
 import shutil
+import sys
 
 import pytest
 import torch
 
+import multigate as mg
 from emulated import compiler
 from multigate.ops import cuda as launch
 from multigate.ops import nvrtc
@@ -12,7 +14,7 @@ from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
 from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.op import fused
-from multigate.ops.gate_pool import cuda, reference
+from multigate.ops.gate_pool import cuda, exact, reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NAMES = ("h", "streams", "dy", "dstreams", "dw_gate", "dw_pool", "dbias", "dnorm")
@@ -156,7 +158,7 @@ def test_inverted(emulated, n, width, dtype, norm, cut, competitive):
     places.view(-1)[chosen] = torch.arange(7, dtype=torch.int32)
     kept = streams.reshape(-1, width)[chosen]
     old, found = cuda.invert_backward(
-        *grads, y, new.unbind(1), *rest, saved, kept, places, competitive, 1e-6, cut
+        *grads, y, new.unbind(1), rest, saved, kept, places, competitive, 1e-6, cut
     )
     assert torch.equal(old.view(-1, width)[chosen], kept)
     variant = "competitive" if competitive else "independent"
@@ -168,6 +170,63 @@ def test_inverted(emulated, n, width, dtype, norm, cut, competitive):
     again = cuda.backward(*grads, y, old.unbind(1), *rest, saved, competitive, 1e-6, cut)
     for a, b in zip(found, again, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "dtype", "norm", "cuts"),
+    [
+        (3, 64, torch.float32, True, (None, None)),
+        (4, 520, torch.bfloat16, True, (None, None)),
+        (8, 264, torch.float16, False, (None, None)),
+        (2, 312, torch.float32, True, (Plan(1, 2, 4, False), Plan(3, 2, 2, False))),
+        (2, 312, torch.float32, False, (Plan(3, 2, 1, True), Plan(1, 2, 6, False))),
+    ],
+    ids=str,
+)
+def test_exact(emulated, n, width, dtype, norm, cuts):
+    """All bits of the streams come back, with a list in which every element has room."""
+    leaves, grads = problem(23, n, width, True, dtype)
+    y, streams, w_gate, w_pool, bias, gain = leaves
+    streams.view(-1)[::101] *= 1e-4
+    rest = (w_gate, w_pool, bias, gain if norm else None)
+    each = streams.unbind(1)
+    plain = cuda.forward(y, each, *rest, True, 1e-6, cuts[0])
+    h, new, saved, kept, lost = cuda.exact_forward(
+        y, each, rest, True, 1e-6, streams.numel(), cuts[0]
+    )
+    assert not lost.any()
+    for a, b in zip(plain, (h, new, saved), strict=True):
+        assert torch.equal(a, b)
+    assert (kept[0].view(torch.uint8) != 0x55).float().mean() > 0.02
+    old, found = cuda.exact_backward(
+        *grads, y, new.unbind(1), rest, saved, kept, True, 1e-6, cuts[1]
+    )
+    assert torch.equal(old, streams)
+    expected = cuda.backward(*grads, y, each, *rest, saved, True, 1e-6, cuts[1])
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(emulated, dtype):
+    (y, streams, *weights), (grad_h, grad_streams) = problem(9, 3, 64, True, dtype)
+    # Lists and places are only filled as far as they are used: no two runs need be the same.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(exact.forward, (y, streams, *weights, True, 1e-6), test_utils=checks[1:])
+    _, new, saved, *kept, _ = exact.forward(y, streams, *weights, True, 1e-6)
+    given = (grad_h, grad_streams, y, new, *weights, saved, kept, True, 1e-6)
+    torch.library.opcheck(exact.backward, given, test_utils=checks)
+
+
+def test_exact_counts_what_finds_no_room(emulated):
+    (y, streams, *weights, _), grads = problem(23, 3, 256, True, torch.float32)
+    each, rest = streams.unbind(1), (*weights, None)
+    _, new, saved, kept, lost = cuda.exact_forward(y, each, rest, True, 1e-6, 300)
+    assert 0 < lost.sum() < streams.numel() / 2
+    old, _ = cuda.exact_backward(*grads, y, new.unbind(1), rest, saved, kept, True, 1e-6)
+    wrong = (old != streams).sum()
+    assert 0 < wrong <= lost.sum()
+    torch.testing.assert_close(old, streams, rtol=1e-3, atol=1e-3)
 
 
 def test_no_tokens(emulated):
@@ -291,3 +350,23 @@ def test_another_default_dtype(emulated, monkeypatch):
         torch.set_default_dtype(torch.float32)
     exact = pooled([*sources, query, query], grad, 0.3, False, torch.float64)[2]
     torch.testing.assert_close(dquery, exact.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("residual", ["mgr-competitive", "mgr-independent"])
+def test_the_memory_modes_of_a_whole_stack(emulated, monkeypatch, residual, memory):
+    """By the same kernels as store, and so with its gradients to the bit."""
+    module = sys.modules["multigate.ops.gate_pool"]
+    monkeypatch.setattr(module, "choose", lambda *_: "cuda")
+
+    def gradients(memory):
+        torch.manual_seed(0)
+        sublayers = [torch.nn.Linear(40, 40) for _ in range(7)]
+        stack = mg.Stack(sublayers, residual, 40, 3, memory=memory, every=3)
+        x = torch.randn(2, 9, 40, requires_grad=True)
+        (stack(x) * torch.randn(2, 9, 40)).sum().backward()
+        assert not stack.residual.lost
+        return [x.grad, *(p.grad for p in stack.parameters())]
+
+    for a, b in zip(gradients(memory), gradients("store"), strict=True):
+        assert torch.equal(a, b) if memory != "invert" else (a - b).norm() <= 1e-5 * b.norm() + 1e-6

@@ -10,7 +10,12 @@ import torch.utils.checkpoint
 from multigate.ops import backend, gate_pool
 from multigate.ops.cuda import SHARED, plan
 from multigate.ops.gate_pool import cuda
-from multigate.ops.gate_pool.op import fused, fused_backward
+from multigate.ops.gate_pool.op import (
+    fused,
+    fused_backward,
+    fused_invert_backward,
+    fused_replay,
+)
 
 N, WIDTH = 3, 24
 
@@ -79,6 +84,13 @@ def test_opcheck(norm, unpacked):
     ]
     h, new, saved = fused(*plain, True, 1e-6, "triton")
     torch.library.opcheck(fused_backward, (h, new, *plain, saved, True, 1e-6, "triton"))
+    if not unpacked:
+        y, (streams,), *rest = plain
+        torch.library.opcheck(fused_replay, (y, streams, *rest, True, 1e-6, "triton"))
+        index = torch.tensor([1, 4])
+        kept = streams.reshape(-1, streams.shape[-1])[index]
+        given = (h, new, y, new, *rest, saved, kept, index, True, 1e-6, "triton")
+        torch.library.opcheck(fused_invert_backward, given)
 
 
 def test_compile_without_a_graph_break_or_a_recompilation():

@@ -24,12 +24,29 @@ def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Pro
     return Problem(n, width, itemsize, rows, 4 * n + 2, True, saved=4 * n + 4)
 
 
-def takes(y: Tensor, streams: Sequence[Tensor]) -> bool:
+def takes(y: Tensor, streams: Sequence[Tensor], device: torch.device | None = None) -> bool:
     """Whether these kernels do this problem, forward and backward; by sizes and dtypes alone."""
     if y.dtype != streams[0].dtype or not cuda.suits(y.dtype, y.shape[1]):
         return False
     largest = problem(len(streams), y.shape[1], y.element_size(), y, y)
-    return cuda.plan_on(y.device, largest) is not None
+    return cuda.plan_on(device or y.device, largest) is not None
+
+
+class Codes(ctypes.Structure):
+    """codes.cu's: what puts inverted streams right, or nulls."""
+
+    _fields_ = (("at", ctypes.c_uint64 * 5), ("room", ctypes.c_int))
+
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""w_gate, w_pool, bias and the norm's weight."""
+Exact = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Codes [tokens, n, chunks], places of the groups, the list, and beta [tokens, n]."""
+
+
+def codes_fit(n: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels make codes of so many streams: a thread has a bit for each element."""
+    return dtype in cuda.DTYPES and n * (16 // dtype.itemsize) <= 64
 
 
 def forward(
@@ -44,6 +61,45 @@ def forward(
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h [tokens, C], new streams [tokens, n, C] and the saved dot products of flattened inputs."""
+    weights = (w_gate, w_pool, bias, norm_weight)
+    return _forward(y, streams, weights, competitive, eps, cut, None, None)
+
+
+def exact_forward(
+    y: Tensor,
+    streams: Sequence[Tensor],
+    weights: Weights,
+    competitive: bool,
+    eps: float,
+    room: int,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Exact, Tensor]:
+    """What `forward` gives, what brings the streams back, with a list of `room` elements; the
+    number of elements of each block that found no room in it."""
+    n, (tokens, width) = len(streams), y.shape
+    chunk = 16 // y.element_size()
+    bits = torch.uint8 if chunk == 4 else torch.int16
+    exact = (
+        y.new_empty((tokens, n, width // chunk), dtype=bits),
+        y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
+        y.new_empty(room),
+        y.new_empty((tokens, n), dtype=torch.float32),
+    )
+    lost = torch.zeros(max(1, cuda.blocks(tokens, y.device)), dtype=torch.int32, device=y.device)
+    h, new, saved = _forward(y, streams, weights, competitive, eps, cut, exact, lost)
+    return h, new, saved, exact, lost
+
+
+def _forward(
+    y: Tensor,
+    streams: Sequence[Tensor],
+    weights: Weights,
+    competitive: bool,
+    eps: float,
+    cut: Plan | None,
+    exact: Exact | None,
+    lost: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     y, streams = cuda.ready(y), cuda.readable(streams)
     n, (tokens, width) = len(streams), y.shape
     h = torch.empty_like(y)
@@ -54,17 +110,27 @@ def forward(
     what = problem(n, width, y.element_size())
     cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
-    switches = (competitive, norm_weight is not None, False, False, False)
+    switches = (competitive, weights[3] is not None, False, False, False, exact is not None)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
-    weights = cuda.weights(w_gate, w_pool, bias, norm_weight)
+    ready = cuda.weights(*weights)
+    blocks = cuda.blocks(tokens, y.device)
     arguments = [
         cuda.rows(streams),
-        *map(pointer, (y, *weights, h, new_streams, saved)),
+        *map(pointer, (y, *ready, h, new_streams, saved)),
+        _codes(exact, lost, blocks),
         ctypes.c_int64(tokens),
         ctypes.c_float(eps),
     ]
-    kernel.launch(cuda.blocks(tokens, y.device), 32 * cut.warps * cut.teams, arguments)
+    kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
     return h, new_streams, saved
+
+
+def _codes(exact: Exact | None, lost: Tensor | None, blocks: int) -> Codes:
+    if exact is None:
+        return Codes()
+    tensors = (*exact, lost)
+    at = (ctypes.c_uint64 * 5)(*(0 if t is None else t.data_ptr() for t in tensors))
+    return Codes(at, exact[2].numel() // blocks)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -86,9 +152,8 @@ def backward(
     cut: Plan | None = None,
 ) -> Gradients:
     weights = (w_gate, w_pool, bias, norm_weight)
-    return _backward(
-        grad_h, grad_streams, y, streams, weights, saved, competitive, eps, cut, None, None, None
-    )
+    call = (saved, competitive, eps, cut)
+    return _backward(grad_h, grad_streams, y, streams, weights, *call)
 
 
 def invert_backward(
@@ -96,10 +161,7 @@ def invert_backward(
     grad_streams: Tensor | None,
     y: Tensor,
     new_streams: Sequence[Tensor],
-    w_gate: Tensor,
-    w_pool: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
+    weights: Weights,
     saved: Tensor,
     kept: Tensor,
     places: Tensor,
@@ -111,25 +173,28 @@ def invert_backward(
 
     places [tokens, n], int32: the row of `kept` that a stream was, or -1 where it is inverted.
     """
-    n, (tokens, width) = len(new_streams), y.shape
-    old = y.new_empty(tokens, n, width)
-    weights = (w_gate, w_pool, bias, norm_weight)
-    kept = cuda.ready(kept)
-    found = _backward(
-        grad_h,
-        grad_streams,
-        y,
-        new_streams,
-        weights,
-        saved,
-        competitive,
-        eps,
-        cut,
-        kept,
-        places,
-        old,
-    )
+    old = y.new_empty(len(y), len(new_streams), y.shape[1])
+    kept, call = cuda.ready(kept), (saved, competitive, eps, cut)
+    found = _backward(grad_h, grad_streams, y, new_streams, weights, *call, old, kept, places)
     return old, found
+
+
+def exact_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Sequence[Tensor],
+    weights: Weights,
+    saved: Tensor,
+    exact: Exact,
+    competitive: bool,
+    eps: float,
+    cut: Plan | None = None,
+) -> tuple[Tensor, Gradients]:
+    """`invert_backward` with streams that are put right by what `exact_forward` has kept."""
+    old = y.new_empty(len(y), len(new_streams), y.shape[1])
+    call = (saved, competitive, eps, cut, old, None, None, exact)
+    return old, _backward(grad_h, grad_streams, y, new_streams, weights, *call)
 
 
 def _backward(
@@ -137,14 +202,15 @@ def _backward(
     grad_streams: Tensor | None,
     y: Tensor,
     streams: Sequence[Tensor],
-    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    weights: Weights,
     saved: Tensor,
     competitive: bool,
     eps: float,
     cut: Plan | None,
-    kept: Tensor | None,
-    places: Tensor | None,
-    old: Tensor | None,
+    old: Tensor | None = None,
+    kept: Tensor | None = None,
+    places: Tensor | None = None,
+    exact: Exact | None = None,
 ) -> Gradients:
     """The gradients; with `old`, from streams after the step, and those before it go there."""
     y, streams = cuda.ready(y), cuda.readable(streams)
@@ -162,7 +228,7 @@ def _backward(
     cut = cut or cuda.plan_on(y.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
-    switches = (competitive, *given, old is not None)
+    switches = (competitive, *given, old is not None, exact is not None)
     kernel, finish = _kernels(y.device, what, y.dtype, cut, switches)
     blocks = cuda.blocks(tokens, y.device)
     pieces = [(dw_gate, width), (dw_pool, width), (dbias, len(bias))]
@@ -176,7 +242,9 @@ def _backward(
     outputs = (dstreams, dy, partials)
     arguments = [
         cuda.rows(streams),
-        *map(pointer, (y, *grads, *ready, saved, *outputs, kept, places, old)),
+        *map(pointer, (y, *grads, *ready, saved, *outputs, kept, places)),
+        _codes(exact, None, blocks),
+        pointer(old),
         ctypes.c_int64(tokens),
         ctypes.c_float(eps),
     ]
@@ -191,12 +259,12 @@ def _kernels(
     what: Problem,
     dtype: torch.dtype,
     cut: Plan,
-    switches: tuple[bool, bool, bool, bool, bool],
+    switches: tuple[bool, ...],
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     """The kernel of a pass, and the one that adds up its weight gradients."""
     name = "backward" if what.backward else "forward"
-    names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H", "INVERT")
-    text = cuda.source(FOLDER, what.backward, "step")
+    names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H", "INVERT", "EXACT")
+    text = cuda.source(FOLDER, what.backward, "step", "codes")
     module = cuda.compiled(device, text, what, dtype, cut, dict(zip(names, switches, strict=True)))
     kernel = module.kernel(name, what.dynamic_bytes(cut))
     return kernel, module.kernel("finish", 0) if what.backward else kernel

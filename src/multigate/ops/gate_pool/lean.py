@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import codes, passes, reference
-from .passes import Weights
+from . import passes
+from .cuda import Weights
 
 
 def stand_in(streams: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Inverted(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (w_gate, w_pool, bias, norm_weight)
         h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
-        rows, index = largest(streams, _gates(saved, y, streams, bias, variant, eps), keep)
+        rows, index = largest(streams, passes.gates(saved, bias, streams, variant, eps), keep)
         ctx.set_materialize_grads(False)
         ctx.options = (variant, eps, kernel)
         ctx.linked = before is not None
@@ -102,14 +102,13 @@ class Exact(torch.autograd.Function):
         kernel: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weights = (w_gate, w_pool, bias, norm_weight)
-        h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
-        beta = _gates(saved, y, streams, bias, variant, eps)
-        packed, listed, lost = codes.encode(streams, reference.unlerp(new, y, beta))
+        options = (variant, eps, kernel)
+        h, new, lost, saved, *kept = passes.exact_forward(y, streams, weights, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lost)
-        ctx.options = (variant, eps, kernel)
+        ctx.options = options
         ctx.linked = before is not None
-        ctx.save_for_backward(y, *weights, saved, packed, listed, new if last else None)
+        ctx.save_for_backward(y, *weights, new if last else None, saved, *kept)
         return h, new, stand_in(new), lost
 
     @staticmethod
@@ -121,11 +120,12 @@ class Exact(torch.autograd.Function):
         after: Tensor | None,
         _: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        y, *weights, saved, packed, listed, new = ctx.saved_tensors
+        y, w_gate, w_pool, bias, norm_weight, new, saved, *kept = ctx.saved_tensors
         after = handed(after if new is None else new, "exact")
-        beta = _gates(saved, y, after, weights[2], *ctx.options[:2])
-        streams = codes.decode(packed, listed, reference.unlerp(after, y, beta))
-        grads = _gradients(grad_h, grad_new, y, streams, tuple(weights), saved, ctx.options)
+        weights = (w_gate, w_pool, bias, norm_weight)
+        streams, *grads = passes.exact_backward(
+            grad_h, grad_new, y, after, weights, saved, kept, *ctx.options
+        )
         return (*grads, streams if ctx.linked else None, *[None] * 4)
 
 
@@ -223,13 +223,6 @@ class KeptBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         states = replayed(list(ctx.saved_tensors), ctx.steps - 1, ctx.options)
         return (grad, *[None] * (5 + 5 * ctx.steps), *states)
-
-
-def _gates(
-    saved: Tensor, y: Tensor, streams: Tensor, bias: Tensor, variant: str, eps: float
-) -> Tensor:
-    n, width = streams.shape[-2:]
-    return passes.gates(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
 
 
 def _gradients(

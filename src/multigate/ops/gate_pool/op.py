@@ -28,8 +28,8 @@ def fused(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h and the new streams as `gate_pool` returns them, and the dot products of each token."""
-    rows, streams_of = _rows(y), _streams(y, streams)
-    weights = _weights(w_gate, w_pool, bias, norm_weight)
+    rows, streams_of = flat_rows(y), flat_streams(y, streams)
+    weights = flat_weights(w_gate, w_pool, bias, norm_weight)
     with torch.cuda.device_of(y):
         kernels = _kernels(backend, rows, streams_of)
         h, new, saved = kernels.forward(rows, streams_of, *weights, competitive, eps)
@@ -60,11 +60,11 @@ def fused_backward(
     backend: str,
 ) -> list[Tensor]:
     """The gradients of y, the streams (packed), w_gate, w_pool, bias and, if given, norm_weight."""
-    rows, streams_of = _rows(y), _streams(y, streams)
-    weights = _weights(w_gate, w_pool, bias, norm_weight)
+    rows, streams_of = flat_rows(y), flat_streams(y, streams)
+    weights = flat_weights(w_gate, w_pool, bias, norm_weight)
     n, width = len(streams_of), y.shape[-1]
     if grad_h is not None:
-        grad_h = _rows(grad_h)
+        grad_h = flat_rows(grad_h)
     if grad_streams is not None:
         grad_streams = grad_streams.reshape(-1, n, width).contiguous()
     with torch.cuda.device_of(y):
@@ -76,7 +76,7 @@ def fused_backward(
     return [
         dy.view(y.shape),
         dstreams.view(*y.shape[:-1], n, width),
-        *(d.to(w.dtype) for d, w in zip(dweights, given, strict=True) if w is not None),
+        *in_dtypes(dweights, given),
     ]
 
 
@@ -157,7 +157,7 @@ def fused_invert_backward(
     """The streams before the step, from those after it, then what `fused_backward` gives."""
     given = (w_gate, w_pool, bias, norm_weight)
     n, width = new_streams.shape[-2:]
-    rows, after = _rows(y), _streams(y, [new_streams])
+    rows, after = flat_rows(y), flat_streams(y, [new_streams])
     if backend != "cuda" or not cuda.takes(rows, after):
         variant = "competitive" if competitive else "independent"
         beta = reference.gate_from(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
@@ -165,23 +165,22 @@ def fused_invert_backward(
         old = old.index_copy_(0, index, kept).view(new_streams.shape)
         options = (saved, competitive, eps, backend)
         return [old, *fused_backward(grad_h, grad_streams, y, [old], *given, *options)]
-    kernels: Any = cuda
     places = torch.full((len(rows) * n,), -1, dtype=torch.int32, device=y.device)
     places[index] = torch.arange(len(index), dtype=torch.int32, device=y.device)
     with torch.cuda.device_of(y):
-        old, (dy, dstreams, *dweights) = kernels.invert_backward(
-            None if grad_h is None else _rows(grad_h),
+        old, (dy, dstreams, *dweights) = cuda.invert_backward(
+            None if grad_h is None else flat_rows(grad_h),
             None if grad_streams is None else grad_streams.reshape(-1, n, width).contiguous(),
             rows,
             after,
-            *_weights(*given),
+            flat_weights(*given),
             saved,
             kept,
             places,
             competitive,
             eps,
         )
-    found = (d.to(w.dtype) for d, w in zip(dweights, given, strict=True) if w is not None)
+    found = in_dtypes(dweights, given)
     shape = new_streams.shape
     return [old.view(shape), dy.view(y.shape), dstreams.view(shape), *found]
 
@@ -210,16 +209,29 @@ def _packed(y: Tensor, streams: Sequence[Tensor]) -> bool:
     return streams[0].ndim > y.ndim
 
 
-def _rows(x: Tensor) -> Tensor:
+def flat_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _streams(y: Tensor, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+def flat_streams(y: Tensor, streams: Sequence[Tensor]) -> Sequence[Tensor]:
     """n tensors [tokens, D] with one row stride."""
     if _packed(y, streams):
         return streams[0].reshape(-1, *streams[0].shape[-2:]).contiguous().unbind(1)
-    return [_rows(s) for s in streams]
+    return [flat_rows(s) for s in streams]
 
 
-def _weights(*weights: Tensor | None) -> list[Tensor | None]:
-    return [None if w is None else w.float().contiguous() for w in weights]
+def flat_weights(
+    w_gate: Tensor, w_pool: Tensor, bias: Tensor, norm_weight: Tensor | None
+) -> cuda.Weights:
+    return (
+        w_gate.float().contiguous(),
+        w_pool.float().contiguous(),
+        bias.float().contiguous(),
+        None if norm_weight is None else norm_weight.float().contiguous(),
+    )
+
+
+def in_dtypes(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients of the weights that there are, in their dtypes."""
+    pairs = zip(found, given, strict=True)
+    return [d.to(w.dtype) for d, w in pairs if d is not None and w is not None]

@@ -4,16 +4,16 @@
 products. `kernel` is what `kernel_for` chose.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from multigate.numerics import without_autocast
 
-from . import reference
+from . import codes, exact, reference
+from .cuda import Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_replay
-
-Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""w_gate, w_pool, bias and, if the step ends in the norm, its weight."""
 
 
 def forward(
@@ -123,8 +123,54 @@ def invert_backward(
     return streams, *backward(grad_h, grad_streams, y, streams, weights, saved, *options)
 
 
-def gates(saved: Tensor, bias: Tensor, n: int, width: int, variant: str, eps: float) -> Tensor:
-    """beta [..., n] of a step, from what it has saved."""
+def exact_forward(
+    y: Tensor, streams: Tensor, weights: Weights, variant: str, eps: float, kernel: str
+) -> tuple[Tensor, ...]:
+    """h, the new streams, how much could not be kept, `saved`, and what brings the streams back."""
+    if kernel == "cuda" and _codes_by_kernel(y, streams):
+        options = (variant == "competitive", eps)
+        h, new, saved, *kept, lost = exact.forward(y, streams, *weights, *options)
+        return h, new, lost, saved, *kept
+    h, new, saved = forward(y, streams, weights, variant, eps, kernel)
+    beta = gates(saved, weights[2], streams, variant, eps)
+    packed, listed, lost = codes.encode(streams, reference.unlerp(new, y, beta))
+    return h, new, lost, saved, packed, listed
+
+
+def exact_backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Tensor,
+    weights: Weights,
+    saved: Tensor,
+    kept: Sequence[Tensor],
+    variant: str,
+    eps: float,
+    kernel: str,
+) -> tuple[Tensor | None, ...]:
+    """What `invert_backward` gives, of streams that are the old ones to the last bit."""
+    grads = (grad_h, grad_streams)
+    if len(kept) == 4:
+        options = (variant == "competitive", eps)
+        found = exact.backward(*grads, y, new_streams, *weights, saved, list(kept), *options)
+        return (*found, None)[:7]
+    packed, listed = kept
+    beta = gates(saved, weights[2], new_streams, variant, eps)
+    streams = codes.decode(packed, listed, reference.unlerp(new_streams, y, beta))
+    return streams, *backward(*grads, y, streams, weights, saved, variant, eps, kernel)
+
+
+def _codes_by_kernel(y: Tensor, streams: Tensor) -> bool:
+    device, sizes = y.device, (streams.shape[-2], streams.shape[-1])
+    return y.dtype == streams.dtype and exact.fits(
+        device.type, device.index, *sizes, str(streams.dtype)
+    )
+
+
+def gates(saved: Tensor, bias: Tensor, streams: Tensor, variant: str, eps: float) -> Tensor:
+    """beta [..., n] of a step on streams of this shape, from what it has saved."""
+    n, width = streams.shape[-2], streams.shape[-1]
     if saved.shape[-1] == n:
         return saved
-    return reference.gate_from(saved, bias, n, width, variant, eps)
+    return reference.gate_from(saved, bias, n, width, variant, eps).view(streams.shape[:-1])

@@ -1,6 +1,6 @@
-// The backward pass; after finish.cu and step.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are, and
-// INVERT: `streams` are those after the step, and those before it are made of them and written to `old`. Where place
-// >= 0 for a token and stream, the one before it is row `place` of `kept`.
+// The backward pass; after finish.cu and codes.cu. Set by the caller: GRAD_STREAMS and GRAD_H, which gradients there are, and
+// INVERT: `streams` are those after the step, and those before it are made of them and written to `old`. Where places
+// >= 0 for a token and stream, the one before it is that row of `kept`; with EXACT it is put right by its codes.
 
 // One row of `partials` a block: the sums over its tokens of dw_gate, dw_pool, dbias and, with the norm, dgain.
 constexpr int BIASES = N + COMPETITIVE, PARTIAL = (2 + NORM) * C + BIASES;
@@ -13,7 +13,8 @@ struct Terms {
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     backward(const __grid_constant__ Rows streams, u64 y, u64 grad_streams, u64 grad_h, const float *w_gate,
              const float *w_pool, const float *bias, const float *gain, const float *saved, u64 dstreams, u64 dy,
-             float *partials, u64 kept, const int *places, u64 old, long long tokens, float eps) {
+             float *partials, u64 kept, const int *places, const __grid_constant__ Codes codes, u64 old, long long tokens,
+             float eps) {
     constexpr int COUNT = NORM ? 4 * N + 2 : 3 * N + 1;
     constexpr int GRADS = N, Y = GRADS + (GRAD_STREAMS ? N : 0), H = Y + 1, ROWS = H + GRAD_H;
     typedef Ring<ROWS, SAVED * 4> TheRing;
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
     // A lane's place in `kept` for its stream of a token.
     auto place_of = [&](long long token) {
-        return INVERT && lane < N && token < tokens ? places[token * N + lane] : -1;
+        return INVERT && !EXACT && lane < N && token < tokens ? places[token * N + lane] : -1;
     };
     auto issue = [&](long long token, int slab, int slot, int at) {
         if (warp != 0 || token >= tokens)
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                       : r < Y  ? grad_streams + (token * N + r - GRADS) * (C * BYTES)
                       : r == Y ? y + token * (C * BYTES)
                                : grad_h + token * (C * BYTES);
-            if (INVERT && r < N && at >= 0)
+            if (INVERT && !EXACT && r < N && at >= 0)
                 row = kept + (long long)at * (C * BYTES);
             bulk_copy(ring.row(slot, r), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
         }
@@ -72,11 +73,23 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     for (long long token = place.first; token < tokens; token += place.stride) {
         // Asked for before the waiting: the answers are here after it.
         const int here = place_of(token), next = place_of(token + SLOTS / SLABS * place.stride);
+        const float known = EXACT && lane < N ? codes.betas[token * N + lane] : 0.0f;
+        Code code[N];
+        int listed = -1;
+        auto ask = [&](int slab) {
+            const int c = slab * THREADS + member;
+#pragma unroll
+            for (int i = 0; EXACT && i < N; i++)
+                code[i] = c < CHUNKS ? codes.codes[(token * N + i) * CHUNKS + c] : 0;
+            if (EXACT && slab * WARPS + warp < ROW_GROUPS)
+                listed = codes.places[token * ROW_GROUPS + slab * WARPS + warp];
+        };
+        ask(0);
         wait(ring.barriers + slot, parity);
-        const float *kept = ring.extra(slot);
+        const float *numbers = ring.extra(slot);
         const int i = min(stream, N - 1);
-        const float ss = kept[i], sg = kept[N + i], sp = kept[2 * N + i], sy = kept[3 * N + i];
-        const float yy = kept[4 * N], yp = kept[4 * N + 1], r_h = kept[4 * N + 2];
+        const float ss = numbers[i], sg = numbers[N + i], sp = numbers[2 * N + i], sy = numbers[3 * N + i];
+        const float yy = numbers[4 * N], yp = numbers[4 * N + 1], r_h = numbers[4 * N + 2];
         Step step;
         step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
         const float share = step.alpha * step.rest, share_y = over_streams(step.alpha * step.beta);
@@ -84,8 +97,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         __syncwarp();
         if (lane < N) {
             mine[lane].h = share;
-            mine[lane].beta = here < 0 ? step.beta : 0.0f;
-            mine[lane].s = here < 0 ? 1.0f / fmaxf(step.rest, SMALLEST) : 1.0f;
+            if (INVERT) {
+                const float beta = EXACT ? known : here < 0 ? step.beta : 0.0f;
+                mine[lane].beta = beta;
+                mine[lane].s = unlerp_factor(beta);
+            }
         }
         __syncwarp();
 
@@ -96,25 +112,45 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         u32 phase = parity;
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
-            if (slab > 0)
+            if (slab > 0) {
+                ask(slab);
                 wait(ring.barriers + at, phase);
+            }
             const int c = slab * THREADS + member;
-            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+            const bool live = CHUNKS % THREADS == 0 || c < CHUNKS;
+            if (INVERT) {
+                // In place: from here on the ring has the streams before the step.
+                u64 far = 0;
+#pragma unroll
+                for (int i = 0; live && i < N; i++) {
+                    const float beta = mine[i].beta, factor = mine[i].s;
+                    float v[CHUNK], s[CHUNK];
+                    unpack(ring.row(at, Y)[member], v);
+                    unpack(ring.row(at, i)[member], s);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        s[k] = unlerp(s[k], v[k], beta, factor);
+                    uint4 was = pack(s);
+                    if (EXACT) {
+                        u32 bits;
+                        was = decode(was, code[i], bits);
+                        far |= (u64)bits << (i * CHUNK);
+                    }
+                    ring.row(at, i)[member] = was;
+                }
+                if (EXACT && slab * WARPS + warp < ROW_GROUPS) {
+                    int all;
+                    int from = before_me(__popcll(far), lane, all) + listed;
+                    for (; listed >= 0 && far; from++, far &= far - 1)
+                        *far_element(ring, at, member, __ffsll(far) - 1) = codes.list[from];
+                }
+#pragma unroll
+                for (int i = 0; live && i < N; i++)
+                    store(old + ((token * N + i) * CHUNKS + c) * 16, ring.row(at, i)[member]);
+            }
+            if (live) {
                 float v[CHUNK], gh[CHUNK], s[CHUNK], g[CHUNK];
                 unpack(ring.row(at, Y)[member], v);
-                if (INVERT) {
-                    // In place: from here on the ring has the streams before the step.
-#pragma unroll
-                    for (int i = 0; i < N; i++) {
-                        const float beta = mine[i].beta, factor = mine[i].s;
-                        unpack(ring.row(at, i)[member], s);
-#pragma unroll
-                        for (int k = 0; k < CHUNK; k++)
-                            s[k] = (s[k] - beta * v[k]) * factor;
-                        ring.row(at, i)[member] = pack(s);
-                        store(old + ((token * N + i) * CHUNKS + c) * 16, pack(s));
-                    }
-                }
                 if (GRAD_H)
                     unpack(ring.row(at, H)[member], gh);
                 if (NORM && GRAD_H) {

@@ -1,8 +1,9 @@
-// The forward pass; after step.cu.
+// The forward pass; after codes.cu.
 
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
-            const float *gain, u64 h, u64 new_streams, float *saved, long long tokens, float eps) {
+            const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
+            long long tokens, float eps) {
     constexpr int COUNT = 4 * N + 2;
     typedef Ring<N + 1, 0> TheRing;
     DYNAMIC_SHARED(memory);
@@ -10,6 +11,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ float square[TEAMS][WARPS];
     __shared__ float2 coefficients[TEAMS * WARPS][N];
+    __shared__ float factors[TEAMS * WARPS][EXACT ? N : 1];
+    __shared__ int listed, lost;
 
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member, stream = place.stream;
@@ -32,6 +35,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     for (int q = 0; q < SLOTS; q++)
         issue(place.first + (q / SLABS) * place.stride, q % SLABS, q);
     team_sync(team);
+    if (EXACT) {
+        if (threadIdx.x == 0)
+            listed = lost = 0;
+        __syncthreads();
+    }
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
     int slot = 0;
@@ -77,8 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
         float2 *mine = coefficients[team * WARPS + warp];
         __syncwarp();
-        if (lane < N)
+        if (lane < N) {
             mine[lane] = make_float2(step.beta, step.alpha);
+            if (EXACT) {
+                factors[team * WARPS + warp][lane] = unlerp_factor(step.beta);
+                if (warp == 0)
+                    codes.betas[token * N + lane] = step.beta;
+            }
+        }
         __syncwarp();
 
         float pooled[SLABS][CHUNK], hh = 0.0f;
@@ -87,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
             const int c = slab * THREADS + member;
+            u64 far = 0;
 #pragma unroll
             for (int k = 0; k < CHUNK; k++)
                 pooled[slab][k] = 0.0f;
@@ -96,13 +111,25 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float2 f = mine[i];
-                    unpack(ring.row(at, i)[member], s);
+                    const uint4 was = ring.row(at, i)[member];
+                    unpack(was, s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
                         s[k] = fmaf(f.x, v[k], (1.0f - f.x) * s[k]);
                         pooled[slab][k] = fmaf(f.y, s[k], pooled[slab][k]);
                     }
-                    store(out + (i * CHUNKS + c) * 16, pack(s));
+                    const uint4 now = pack(s);
+                    store(out + (i * CHUNKS + c) * 16, now);
+                    if (EXACT) {
+                        const float factor = factors[team * WARPS + warp][i];
+                        unpack(now, s);
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++)
+                            s[k] = unlerp(s[k], v[k], f.x, factor);
+                        u32 bits;
+                        codes.codes[(token * N + i) * CHUNKS + c] = encode(was, pack(s), bits);
+                        far |= (u64)bits << (i * CHUNK);
+                    }
                 }
                 if (NORM) {
 #pragma unroll
@@ -111,6 +138,22 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 } else {
                     store(h_row + c * 16, pack(pooled[slab]));
                 }
+            }
+            if (EXACT && slab * WARPS + warp < ROW_GROUPS) {
+                int all, begin = 0;
+                const int first = before_me(__popcll(far), lane, all);
+                if (lane == 0)
+                    begin = atomicAdd(&listed, all);
+                begin = __shfl_sync(~0u, begin, 0);
+                const bool fits = begin + all <= codes.room;
+                const int begins = blockIdx.x * codes.room + begin;
+                if (lane == 0) {
+                    codes.places[token * ROW_GROUPS + slab * WARPS + warp] = fits ? begins : -1;
+                    if (!fits)
+                        atomicAdd(&lost, all);
+                }
+                for (int to = begins + first; fits && far; to++, far &= far - 1)
+                    codes.list[to] = *far_element(ring, at, member, __ffsll(far) - 1);
             }
             team_sync(team);
             issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
@@ -143,5 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             if (lane < 2)
                 row[COUNT + lane] = lane == 0 ? r : 0.0f;
         }
+    }    if (EXACT) {
+        __syncthreads();
+        if (threadIdx.x == 0)
+            codes.lost[blockIdx.x] = lost;
     }
 }

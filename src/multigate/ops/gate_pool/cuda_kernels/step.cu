@@ -32,3 +32,10 @@ struct Step {
         alpha = softmax(logit, i);
     }
 };
+
+// The stream before a lerp, with factor = 1 / (1 - beta); the same to the bit in whichever kernel.
+__device__ __forceinline__ float unlerp(float after, float y, float beta, float factor) {
+    return __fmul_rn(__fmaf_rn(-beta, y, after), factor);
+}
+
+__device__ __forceinline__ float unlerp_factor(float beta) { return 1.0f / fmaxf(1.0f - beta, SMALLEST); }

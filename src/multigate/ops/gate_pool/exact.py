@@ -1,0 +1,111 @@
+"""Steps that are inverted to the last bit, as torch.library operators over the CUDA kernels."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cuda
+from .codes import LISTED
+from .op import flat_rows, flat_streams, flat_weights, in_dtypes
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def fits(device: str, index: int | None, n: int, width: int, dtype: str) -> bool:
+    """Whether the kernels take the problem; asked at trace time, so in words and numbers."""
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    if not cuda.codes_fit(n, kind):
+        return False
+    y = torch.empty(0, width, dtype=kind)
+    return cuda.takes(y, [y] * n, torch.device(device, index or 0))
+
+
+@torch.library.custom_op("multigate::gate_pool_exact", mutates_args=())
+def forward(
+    y: Tensor,
+    streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    competitive: bool,
+    eps: float,
+) -> list[Tensor]:
+    """h, the new streams, `saved`, the four tensors of `cuda.Exact`, and how much was lost."""
+    with torch.cuda.device_of(y):
+        h, new, saved, exact, lost = cuda.exact_forward(
+            flat_rows(y),
+            flat_streams(y, [streams]),
+            flat_weights(w_gate, w_pool, bias, norm_weight),
+            competitive,
+            eps,
+            _room(streams),
+        )
+    return [h.view(y.shape), new.view(streams.shape), saved, *exact, lost.sum()]
+
+
+@forward.register_fake
+def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
+    tokens = math.prod(y.shape[:-1])
+    n, width = streams.shape[-2:]
+    chunk = 16 // y.element_size()
+    bits = torch.uint8 if chunk == 4 else torch.int16
+    return [
+        y.new_empty(y.shape),
+        streams.new_empty(streams.shape),
+        y.new_empty((tokens, 4 * n + 4), dtype=torch.float32),
+        y.new_empty((tokens, n, width // chunk), dtype=bits),
+        y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
+        y.new_empty((_room(streams),)),
+        y.new_empty((tokens, n), dtype=torch.float32),
+        y.new_empty((), dtype=torch.int64),
+    ]
+
+
+@torch.library.custom_op("multigate::gate_pool_exact_backward", mutates_args=())
+def backward(
+    grad_h: Tensor | None,
+    grad_streams: Tensor | None,
+    y: Tensor,
+    new_streams: Tensor,
+    w_gate: Tensor,
+    w_pool: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    saved: Tensor,
+    exact: list[Tensor],
+    competitive: bool,
+    eps: float,
+) -> list[Tensor]:
+    """The streams before the step; the gradients of y, the streams and the weights there are."""
+    given = (w_gate, w_pool, bias, norm_weight)
+    shape = new_streams.shape
+    with torch.cuda.device_of(y):
+        old, (dy, dstreams, *dweights) = cuda.exact_backward(
+            None if grad_h is None else flat_rows(grad_h),
+            None if grad_streams is None else grad_streams.reshape(-1, *shape[-2:]).contiguous(),
+            flat_rows(y),
+            flat_streams(y, [new_streams]),
+            flat_weights(*given),
+            saved,
+            (exact[0], exact[1], exact[2], exact[3]),
+            competitive,
+            eps,
+        )
+    found = in_dtypes(dweights, given)
+    return [old.view(shape), dy.view(y.shape), dstreams.view(shape), *found]
+
+
+@backward.register_fake
+def _(
+    grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, new_streams: Tensor, *rest: Any
+) -> list[Tensor]:
+    given = [w for w in rest[:4] if w is not None]
+    packed = [new_streams.new_empty(new_streams.shape) for _ in range(2)]
+    return [packed[0], y.new_empty(y.shape), packed[1], *map(torch.empty_like, given)]
+
+
+def _room(streams: Tensor) -> int:
+    """Elements of the list: every block has a part of it, and some more than others to list."""
+    return streams.numel() // LISTED + 4096
