@@ -395,6 +395,21 @@ def test_the_rows_of_the_steps(config):
     assert "attnres-block" in shown
 
 
+def test_steps_of_every_memory_mode(config):
+    """Where a residual has them; the mode that was asked for is the one that runs."""
+    residuals, memory = ("mgr-competitive", "denseformer"), ("store", "invert", "exact")
+    found, shown = run(
+        replace(config, what="steps", residuals=residuals, streams=(4,), memory=memory)
+    )
+    rows = [(r["residual"], r["memory"], r.get("error")) for r in found["rows"]]
+    assert rows == [*((residuals[0], mode, None) for mode in memory), (residuals[1], "store", None)]
+    assert "mgr-competitive n=4 invert:" in shown
+    for scale in ("tiny", "wide"):
+        with torch.device("meta"):
+            model = steps.candidate(scale, residuals[0], 4, 1, choose("cpu"), "invert").model
+        assert model.stack.residual.memory.mode == "invert"
+
+
 def test_steps_alternate_so_that_drift_cancels(monkeypatch):
     """Times that grow by a tenth a turn: the overhead is still that of the models."""
     turns = []
@@ -432,7 +447,7 @@ def test_every_residual_is_stepped():
     names = steps.all_residuals()
     assert names[0] == "prenorm"
     assert sorted(names) == sorted(residual_names())
-    assert [n for n in names if not steps.takes_streams(n)] == [
+    assert [n for n in names if not steps.takes(n, streams=2)] == [
         *("prenorm", "highway", "denseformer", "attnres-full")
     ]
 

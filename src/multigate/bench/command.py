@@ -16,6 +16,7 @@ from multigate.device import DTYPES, Compute, choose
 from multigate.gpt import PRESETS
 from multigate.names import unknown
 from multigate.residuals import residual_names
+from multigate.residuals.memory import MODES
 
 from .arms import Absent, arms, load_rivals
 from .cases import CASES, PASSES, Size
@@ -78,6 +79,8 @@ class BenchConfig:
     """Of the steps: presets of the GPT, and wide, four blocks of width 4096."""
     residuals: tuple[str, ...] = ()
     """Of the steps; none given takes all."""
+    memory: tuple[str, ...] = ("store",)
+    """Of the steps: store, recompute, invert, exact, for residuals that have them."""
     batch: int | None = None
     """Sequences a step; None takes the scale's own."""
     rounds: int = 5
@@ -97,6 +100,7 @@ class BenchConfig:
             "passes": ("pass", list(PASSES)),
             "scales": ("scale", [*PRESETS, "wide"]),
             "residuals": ("residual", residual_names()),
+            "memory": ("memory", list(MODES)),
         }
         for name, (what, allowed) in known.items():
             for value in getattr(self, name):
@@ -154,6 +158,7 @@ def measured(config: BenchConfig, compute: Compute, copy: float, console: Consol
                 compute,
                 config.batch,
                 config.rounds,
+                config.memory,
             )
 
 

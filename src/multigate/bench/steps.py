@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class WideStack(nn.Module):
         self,
         residual: str,
         streams: int | None,
+        options: dict[str, Any],
         blocks: int,
         width: int,
         heads: int,
@@ -53,7 +55,8 @@ class WideStack(nn.Module):
             for block in range(blocks)
             for i, kind in enumerate((Attention, MLP))
         ]
-        self.stack = Stack(sublayers, residual, width, streams, out_norm=RMSNorm(width))
+        norm = RMSNorm(width)
+        self.stack = Stack(sublayers, residual, width, streams, out_norm=norm, **options)
         cos, sin = rotary_table(length, width // heads, 10000.0)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -84,30 +87,36 @@ class Candidate:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def takes_streams(residual: str) -> bool:
-    """Whether there is a number of streams (or blocks) to choose."""
+def takes(residual: str, **options: Any) -> bool:
+    """Whether a residual has such options: a number of streams (or blocks), a memory mode."""
     try:
         with torch.device("meta"):
-            build_residual(residual, dim=8, depth=8, streams=2)
+            build_residual(residual, dim=8, depth=8, **options)
     except ValueError:
         return False
     return True
 
 
 def candidate(
-    scale: str, residual: str, streams: int | None, batch: int, compute: Compute
+    scale: str,
+    residual: str,
+    streams: int | None,
+    batch: int,
+    compute: Compute,
+    memory: str = "store",
 ) -> Candidate:
     torch.manual_seed(0)
     device = compute.device
+    options = {} if memory == "store" else {"memory": memory}
     if scale == "wide":
         with device:
-            model: nn.Module = WideStack(residual, streams, **WIDE).to(device)
+            model: nn.Module = WideStack(residual, streams, options, **WIDE).to(device)
         shape = (batch, WIDE["length"], WIDE["width"])
         dtype = torch.float32 if compute.precision == "fp32" else torch.bfloat16
         x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
         data: tuple[Tensor, ...] = (x, torch.randn(shape, device=device, dtype=dtype))
     else:
-        config = preset(scale, residual=residual, streams=streams)
+        config = preset(scale, residual=residual, streams=streams, residual_options=options)
         with device:
             model = GPT(config)
         ids = torch.randint(config.vocab_size, (2, batch, config.context), device=device)
@@ -123,8 +132,9 @@ def measure_steps(
     compute: Compute,
     batch: int | None = None,
     rounds: int = 5,
+    memories: Sequence[str] = ("store",),
 ) -> Iterator[Row]:
-    """A row for PreNorm and for every residual (and number of streams, where it takes one).
+    """A row for PreNorm and for every residual, number of streams and memory mode that it takes.
 
     PreNorm is measured again beside each: A B B A, `rounds` times over, so that drift cancels.
     """
@@ -135,7 +145,6 @@ def measure_steps(
     common: Row = {
         "case": "step",
         "scale": scale,
-        "memory": "store",
         "backend": os.environ.get(VARIABLE, "auto"),
         "tokens": batch * length,
         "dtype": compute.precision,
@@ -149,14 +158,16 @@ def measure_steps(
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=256))
         baseline = candidate(scale, BASELINE, None, batch, compute)
         for residual in residuals:
-            for n in streams if takes_streams(residual) else (None,):
-                row: Row = {**common, "residual": residual, "n": n or 1}
+            counts = streams if takes(residual, streams=2) else (None,)
+            modes = [m for m in memories if m == "store" or takes(residual, memory=m)]
+            for n, memory in product(counts, modes):
+                row: Row = {**common, "memory": memory, "residual": residual, "n": n or 1}
                 model: Candidate | None = None
                 try:
                     if residual == BASELINE:
                         row |= alone(baseline, rounds, batch * length)
                     else:
-                        model = candidate(scale, residual, n, batch, compute)
+                        model = candidate(scale, residual, n, batch, compute, memory)
                         row |= beside(baseline, model, rounds, batch * length)
                 except Exception as error:
                     row["error"] = sentence(error)

@@ -43,10 +43,11 @@ def str_or_number(value: object) -> tuple[float, str]:
 
 def step_table(rows: Sequence[Row]) -> Table:
     table = Table(title="steps: forward and backward")
-    for name in ("scale", "residual", "n", "ms", "tokens/s", "peak GiB", "overhead"):
-        table.add_column(name, justify="left" if name in ("scale", "residual") else "right")
+    words = ("scale", "residual", "memory")
+    for name in (*words, "n", "ms", "tokens/s", "peak GiB", "overhead"):
+        table.add_column(name, justify="left" if name in words else "right")
     for row in rows:
-        head = [row["scale"], row["residual"], str(row["n"])]
+        head = [*(row[word] for word in words), str(row["n"])]
         if "ms" not in row:
             table.add_row(*head, "error")
             continue
@@ -59,9 +60,10 @@ def step_table(rows: Sequence[Row]) -> Table:
 def line(row: Row) -> str:
     """One row as it comes in."""
     if row["case"] == "step":
-        head = f"step {row['scale']} {row['residual']} n={row['n']}"
+        head = f"step {row['scale']} {row['residual']} n={row['n']} {row['memory']}"
         if "ms" in row:
-            return f"{head}: {row['ms']:.2f} ms, {row['overhead']:+.1%}"
+            peak = "" if row["peak_gib"] is None else f", {row['peak_gib']:.2f} GiB"
+            return f"{head}: {row['ms']:.2f} ms, {row['overhead']:+.1%}{peak}"
     else:
         size = f"n={row['n']} C={row['width']} T={row['tokens']}"
         head = f"{row['case']} {row['pass']} {row['backend']} {size}"
