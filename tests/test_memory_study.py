@@ -1,0 +1,77 @@
+"""benchmarks/memory_modes.py: what the memory modes cost in accuracy, on a run of the trainer."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from multigate.config import resolve
+from multigate.train import train
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def study(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("study")
+    recipe = resolve("tiny")
+    model = replace(recipe.model, blocks=3, width=32, heads=1, context=32)
+    config = replace(
+        recipe,
+        data=data,
+        out=out,
+        name="run",
+        residual="mgr-competitive",
+        steps=5,
+        device="cpu",
+        model=model,
+    )
+    train(config)
+    script = ROOT / "benchmarks/memory_modes.py"
+    command = [sys.executable, str(script), str(out / "run"), "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((out / "memory_modes.json").read_text()).values()
+    assert (out / "memory_modes.png").stat().st_size > 10_000
+    return found, done.stdout
+
+
+def test_gradients_of_every_mode_are_compared_with_store(study):
+    found, shown = study
+    gradients = found["gradients"]
+    for mode in ("store, once more", "recompute", "exact"):
+        assert gradients[mode]["same bits"], mode
+        assert gradients[mode]["gates least"] == pytest.approx(1)
+    assert not gradients["invert, keep 0"]["same bits"]
+    assert 0.999 < gradients["invert, keep 1%"]["sublayers least"] <= 1
+    assert "exact: same bits True" in shown
+
+
+def test_the_drift_of_the_inverted_streams(study):
+    found, _ = study
+    steps = 6 - 3
+    for errors in found["drift"].values():
+        assert len(errors) == steps
+    plain, more = found["drift"]["keep 0"], found["drift"]["keep 5%"]
+    assert 0 < plain[0] < 1e-5
+    assert more[-1] <= plain[-1]
+    assert sum(found["gate"]["histogram"]) == pytest.approx(1)
+    assert 0 < found["gate"]["mean"] < found["gate"]["max"] < 1
+
+
+def test_drift_counts_from_the_last_step(study):
+    """A step whose gates are shut gives its streams back exactly."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from memory_modes import drift
+
+    streams = torch.randn(5, 2, 4)
+    y = torch.randn(5, 4)
+    shut, open_ = torch.zeros(5, 2), torch.full((5, 2), 0.9)
+    new = torch.lerp(streams, y.unsqueeze(1), 0.9)
+    first, second = drift([(y, open_, streams), (y, shut, new)], new, 0, None)
+    assert first == 0
+    assert 0 < second < 1e-5
