@@ -100,6 +100,8 @@ def test_help():
     shown = run("train", "--scale", "mini", "--help").stdout
     assert "--optim.lr-muon" in shown
     assert "65536" in shown
+    assert "--dry-run" in shown
+    assert "--model.memory {store,recompute,invert,exact}" in shown
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,8 @@ def test_help():
         (["train", "--stepz", "3"], 2, "--steps"),
         (["train", "--data", "nowhere"], 1, "multigate: no source 'nowhere'"),
         (["train", "--residual", "mgr"], 1, "multigate: unknown residual 'mgr': did you mean"),
+        (["train", "--residual", "hc", "--model.memory", "exact"], 1, "unknown option of hc 'mem"),
+        (["train", "--model.memory", "half"], 2, "--model.memory"),
         (["train", "--config", "nowhere.toml"], 1, "there is no configuration file nowhere.toml"),
         (["eval", "nowhere"], 1, "multigate: nowhere holds no checkpoint"),
         (["eval", "nowhere", "--batch", "-1"], 2, "batch must be at least 1, got -1."),

@@ -36,6 +36,8 @@ def test_later_wins(tmp_path):
     flagged = parse(TrainConfig, flags, "train", config)
     assert (flagged.steps, flagged.optim.warmup, flagged.optim.lr_muon) == (9, 11, 0.5)
     assert (flagged.residual, flagged.model.streams) == ("hc", 2)
+    assert flagged.model.memory == "store"
+    assert parse(TrainConfig, ["--model.memory", "exact"], "train").gpt(256).memory == "exact"
     assert resolve("tiny", [first]).scale == "tiny"
 
 
@@ -88,6 +90,7 @@ def test_what_is_written_is_what_was_resolved(tmp_path):
         ('scale = ["tiny"]', "unknown scale ['tiny']"),
         ("[optim]\nmomentum = 1.0", "momentum must be at least 0 and below 1"),
         ("model = 3", "model must be of type ModelChanges, got 3."),
+        ('[model]\nmemory = "keep"', "memory must be one of store, recompute, invert, exact, got"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_sentence(tmp_path, text, sentence):
@@ -138,3 +141,22 @@ def test_what_may_change_between_a_run_and_its_continuation():
         "optim.lr_muon 0.02 -> 0.5",
     ]
     assert {f.name for f in dataclasses.fields(TrainConfig)} > FREE
+
+
+def test_the_memory_mode_may_change_between_a_run_and_its_continuation():
+    """With its own options, and from a run that is older than the modes; nothing else may."""
+    config = resolve("tiny")
+
+    def changed(**model):
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+
+    stored = to_table(config)
+    assert differences(stored, changed(memory="exact")) == []
+    options = {"keep": 0.1, "every": 3}
+    assert differences(stored, changed(memory="invert", residual_options=options)) == []
+    assert differences(to_table(changed(residual_options=options)), config) == []
+    other = changed(residual_options={"bias_init": -3.0, "every": 3})
+    assert differences(stored, other) == ["model.residual_options {} -> {'bias_init': -3.0}"]
+    del stored["model"]["memory"]
+    assert differences(stored, config) == differences(stored, changed(memory="invert")) == []
+    assert differences(stored, changed(streams=2, memory="invert")) == ["model.streams None -> 2"]

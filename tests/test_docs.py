@@ -114,21 +114,51 @@ def test_train_your_own(tmp_path):
 COMMANDS = re.compile(r"^(?:torchrun .* -m )?multigate (train|prepare) (.*?)(?: *#.*)?$", re.M)
 
 
-def test_the_commands_of_the_training_page_are_understood():
+@pytest.mark.parametrize(("page", "count"), [("training", 6), ("memory", 2)])
+def test_the_commands_of_the_training_pages_are_understood(page, count):
     """Each is parsed as the command line would; what they would do is tested elsewhere."""
-    from multigate.__main__ import parse
-    from multigate.config import resolve
+    from multigate.__main__ import parse, train_flags
     from multigate.data import PrepareConfig
 
-    found = COMMANDS.findall((ROOT / "docs/training.md").read_text())
-    assert len(found) == 5
+    found = COMMANDS.findall((ROOT / f"docs/{page}.md").read_text())
+    assert len(found) == count
     for command, line in found:
         words = line.split()
         if command == "prepare":
             assert parse(PrepareConfig, words, command).out == Path(words[0])
         else:
-            scale = words[words.index("--scale") + 1]
-            assert parse(type(resolve()), words, command, resolve(scale)).scale == scale
+            config, dry = train_flags(words)
+            assert config.scale == words[words.index("--scale") + 1]
+            assert dry == ("--dry-run" in words)
+            options = config.gpt(256).options()
+            assert options.get("memory", "store") == config.model.memory
+            if "every" in words:
+                assert options == {"memory": "invert", "keep": 0.02, "every": 8}
+
+
+def test_the_python_of_the_memory_page_runs():
+    namespace = {}
+    for block in blocks((ROOT / "docs/memory.md").read_text(), "python"):
+        exec(compile(block, "memory.md", "exec"), namespace)
+    assert all(f.weight.grad is not None for f in namespace["sublayers"])
+    assert namespace["stack"].residual.memory.mode == "recompute"
+    memory = namespace["model"].stack.residual.memory
+    assert (memory.mode, memory.keep, memory.every) == ("invert", 0.02, 8)
+
+
+def test_the_estimate_on_the_training_page_is_what_a_dry_run_shows(capsys, monkeypatch):
+    from multigate.__main__ import main
+
+    page = (ROOT / "docs/training.md").read_text()
+    (line,) = re.findall(r"^multigate (train .* --dry-run)$", page, re.M)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(line.split()) == 0
+    row = re.compile(r"^ *(\w+(?: \*)?)((?: +\d+\.\d\d){7}) *$", re.M)
+    shown, written = (dict(row.findall(text)) for text in (capsys.readouterr().out, page))
+    assert list(shown) == list(written) == ["store *", "recompute", "invert", "exact"]
+    for mode, numbers in shown.items():
+        expected = [float(x) for x in numbers.split()]
+        assert [float(x) for x in written[mode].split()] == pytest.approx(expected, abs=0.011)
 
 
 def test_the_commands_of_the_kernels_page_are_understood():

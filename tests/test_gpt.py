@@ -248,6 +248,25 @@ def test_stream_dtype_follows_the_compute_dtype_unless_it_is_set():
     assert logits.dtype == torch.float32
 
 
+def test_the_memory_mode_goes_to_the_residual():
+    """As one of its options, which those without modes do not have."""
+    for memory in ("store", "recompute", "invert", "exact"):
+        model = small("mgr-independent", memory=memory)
+        assert model.stack.residual.memory.mode == memory
+    options = {"keep": 0.5, "every": 3}
+    mode = small("mgr-competitive", memory="invert", residual_options=options).stack.residual.memory
+    assert (mode.mode, mode.keep, mode.every) == ("invert", 0.5, 3)
+    alone = small("mgr-competitive", residual_options={"memory": "exact"})
+    assert alone.stack.residual.memory.mode == "exact"
+    assert small("prenorm", memory="store").config.options() == {}
+    with pytest.raises(ValueError, match="unknown option of prenorm 'memory'"):
+        small("prenorm", memory="invert")
+    with pytest.raises(ValueError, match="unknown memory 'inverted': did you mean 'invert'"):
+        small("mgr-competitive", memory="inverted")
+    with pytest.raises(ValueError, match="memory is 'exact' but the residual_options say 'invert'"):
+        small("mgr-competitive", memory="exact", residual_options={"memory": "invert"})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["plain", "moda-ffn"])
 @pytest.mark.parametrize("residual", mg.residual_names())

@@ -74,12 +74,12 @@ def distance(found, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("streams", [1, 2, 4, 12, 14])
+@pytest.mark.parametrize("streams", [1, 2, 4, 12])
 @pytest.mark.parametrize("residual", GATES)
 def test_recompute_and_exact_give_the_gradients_of_store_to_the_bit(residual, streams, dtype):
     expected = gradients(stack("store", residual, streams=streams, dtype=dtype), dtype=dtype)
     for memory in ("recompute", "exact"):
-        for every in (None, 1, 2, 3, 50):
+        for every in (None, 1, 3):
             model = stack(memory, residual, streams=streams, dtype=dtype, every=every)
             assert_same(gradients(model, dtype=dtype), expected)
 
@@ -158,11 +158,10 @@ def test_what_is_kept():
 
 
 @pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("residual", GATES)
-def test_compiled(residual, memory):
+def test_compiled(memory):
     """In one graph, and once for all numbers of tokens."""
     torch._dynamo.reset()
-    model = stack(memory, residual, depth=6, streams=2, bias_init=-3.0)
+    model = stack(memory, depth=6, streams=2, bias_init=-3.0)
     expected = gradients(model)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
@@ -353,8 +352,8 @@ def test_codes_bring_back_every_bit(dtype):
 
 def test_compiled_codes_count_what_they_lose():
     """A list of known length: beyond it the guess stands."""
-    true, guess = torch.full((64,), 5.0), torch.zeros(64)
-    guess[10:] = 5.0
+    true, guess = torch.arange(1.0, 65.0), torch.arange(1.0, 65.0)
+    guess[:10] = 0.0
 
     @torch.compile(backend="eager", fullgraph=True)
     def both(true, guess):

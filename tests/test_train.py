@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 
 import pytest
 import torch
@@ -54,6 +56,70 @@ def test_recomputed_activations_are_no_matter(attention, data, tmp_path):
     kept = losses(small(data, tmp_path / "kept", model=model, steps=6))
     again = small(data, tmp_path / "again", model=model, steps=6, checkpoint_activations=True)
     assert losses(again) == pytest.approx(kept, abs=1e-6)
+
+
+GATED = {"streams": 2, "blocks": 4}
+"""Seven gated steps: enough for chains of them."""
+
+
+@pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
+def test_memory_modes_train_alike(memory, data, tmp_path):
+    """To the bit where the streams come back exactly, also with checkpointed sublayers."""
+    settings = {"steps": 6, "micro_batch": 2}
+    kept = losses(small(data, tmp_path / "store", GATED, **settings))
+    for again in (False, True):
+        config = small(
+            *(data, tmp_path / str(again), {**GATED, "memory": memory}),
+            checkpoint_activations=again,
+            **settings,
+        )
+        _, shown, log = run(config)
+        assert f"model tiny, mgr-competitive, memory {memory}: " in shown
+        found = [record["loss"] for record in log]
+        assert found == pytest.approx(kept, abs=1e-4)
+        assert (found == kept) == (memory != "invert")
+
+
+def test_going_on_in_another_memory_mode(data, tmp_path):
+    """Also from a checkpoint that is older than the modes; and eval reads what comes of it."""
+    whole = losses(small(data, tmp_path / "whole", GATED))
+    config = small(data, tmp_path / "parts", GATED)
+    run(config)
+    for later in checkpoints(config.folder)[1:]:
+        shutil.rmtree(later)
+    path = checkpoints(config.folder)[0] / "state.json"
+    state = json.loads(path.read_text())
+    del state["config"]["model"]["memory"], state["model"]["memory"]
+    path.write_text(json.dumps(state))
+    mode = {**GATED, "memory": "recompute", "residual_options": {"every": 2}}
+    _, shown, log = run(small(data, tmp_path / "parts", mode))
+    assert "going on from step-" in shown
+    assert [record["loss"] for record in log] == whole
+    assert load_model(*open_run(config.folder)).config.memory == "recompute"
+    begun = small(data, tmp_path / "begun", GATED, init=config.folder, steps=2)
+    assert run(begun)[0].step == 2
+
+
+def test_a_mode_that_a_residual_has_not_is_said_before_text_is_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small("stdlib", tmp_path, {"memory": "exact"}, residual="hc")
+    with pytest.raises(ValueError, match="unknown option of hc 'memory'"):
+        run(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exact_could_not_keep_is_said(data, tmp_path, monkeypatch):
+    forward = mg.GPT.forward
+
+    def losing(self, *args):
+        self.stack.residual.lost += 1000
+        return forward(self, *args)
+
+    _, shown, _ = run(small(data, tmp_path / "a", {"memory": "exact"}, steps=2))
+    assert "found no room" not in shown
+    monkeypatch.setattr(mg.GPT, "forward", losing)
+    _, shown, _ = run(small(data, tmp_path / "b", {"memory": "exact"}, steps=2))
+    assert re.search(r"memory exact: \d+,000 elements found no room and came back inexact", shown)
 
 
 @pytest.mark.parametrize("residual", mg.residual_names())

@@ -7,7 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
 
 T = TypeVar("T")
 
@@ -30,18 +33,34 @@ def prepare(arguments: Sequence[str]) -> int:
 
 def train(arguments: Sequence[str]) -> int:
     """train a GPT with any residual, at any scale, on any prepared text"""
-    from .config import resolve
+    config, dry = train_flags(arguments)
+    if dry:
+        from .fit import dry_run
+
+        dry_run(config)
+        return 0
     from .train import train
+
+    result = train(config)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def train_flags(arguments: Sequence[str]) -> "tuple[TrainConfig, bool]":
+    """The configuration of a run, and whether it is a dry one."""
+    from .config import resolve
 
     files = argparse.ArgumentParser("multigate train", add_help=False, allow_abbrev=False)
     files.add_argument("--config", type=Path, action="append", default=[])
+    files.add_argument("--dry-run", action="store_true")
     chosen, flags = files.parse_known_args(arguments)
     files.add_argument("--scale")
     scale = files.parse_known_args(arguments)[0].scale
     default = resolve(scale, chosen.config)
-    note = "With --config FILE.toml (more than once if need be) settings are read from files."
-    result = train(parse(type(default), flags, "train", default, note))
-    return 0 if result.signal is None else 128 + result.signal
+    note = (
+        "With --config FILE.toml (more than once if need be) settings are read from files. "
+        "--dry-run trains nothing and shows how much memory it would take, in each memory mode."
+    )
+    return parse(type(default), flags, "train", default, note), chosen.dry_run
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -126,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if "out of memory" in str(error):
             print(
-                f"multigate: {rank()}the GPU's memory is full: use a smaller --micro-batch, or "
-                "--checkpoint-activations True.",
+                f"multigate: {rank()}the GPU's memory is full: use a smaller --micro-batch or "
+                "--checkpoint-activations True; --dry-run shows what takes it.",
                 file=sys.stderr,
             )
             return 1

@@ -35,6 +35,8 @@ class ModelChanges:
     """Streams (or blocks, for attnres-block) of the residual."""
     residual_options: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Further options of the residual, as name and value in turn."""
+    memory: Literal["store", "recompute", "invert", "exact"] = "store"
+    """What the residual keeps for the backward pass, where it has a choice; --dry-run compares."""
     attention: Literal["plain", "moda", "moda-ffn"] = "plain"
     """moda: attention also reads what earlier sublayers wrote at the position."""
     stream_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -127,6 +129,8 @@ FREE = {
     *("eval_every", "eval_tokens", "save_every", "keep", "bad_steps", "log"),
     *("device", "precision", "compile", "parallel", "micro_batch", "checkpoint_activations"),
 }
+FREE_OPTIONS = {"memory", "keep", "every"}
+"""The same of a residual's options: where its backward pass has the streams from."""
 
 
 def to_table(config: Any) -> dict[str, Any]:
@@ -232,14 +236,26 @@ def resolve(scale: str | None = None, files: Sequence[Path] = ()) -> TrainConfig
     return from_table(config, {"scale": chosen}, "the command line")
 
 
+def compared(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts of a model's configuration where two are compared: all but its memory mode."""
+    options = model.get("residual_options", {})
+    kept = {name: value for name, value in options.items() if name not in FREE_OPTIONS}
+    rest = {name: value for name, value in model.items() if name != "memory"}
+    return {**rest, "residual_options": kept}
+
+
 def differences(old: Mapping[str, Any], new: TrainConfig) -> list[str]:
     """What changed between a run's stored configuration and this one, of what must not."""
     now = to_table(new)
     found = list[str]()
     for f in fields(new):
-        if f.name in FREE or old.get(f.name) == now[f.name]:
+        if f.name in FREE:
             continue
         before, after = old.get(f.name), now[f.name]
+        if f.name == "model" and isinstance(before, dict):
+            before, after = compared(before), compared(after)
+        if before == after:
+            continue
         if isinstance(after, dict) and isinstance(before, dict):
             changed = [k for k in after if before.get(k) != after[k]]
             found += [f"{f.name}.{k} {before.get(k)} -> {after[k]}" for k in changed]

@@ -46,6 +46,8 @@ class GPTConfig:
     """Streams of the residual; None takes the residual's own default."""
     residual_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the residual, by name."""
+    memory: str = "store"
+    """What the residual keeps for the backward pass, where it has a choice; see docs/memory.md."""
     attention: str = "plain"
     """plain; moda: also over what earlier attentions wrote at the position; moda-ffn: and MLPs."""
     stream_dtype: str = "auto"
@@ -69,6 +71,17 @@ class GPTConfig:
             raise ValueError(unknown("attention", self.attention, ATTENTION))
         if self.stream_dtype not in STREAM_DTYPES:
             raise ValueError(unknown("stream_dtype", self.stream_dtype, STREAM_DTYPES))
+        other = self.residual_options.get("memory", self.memory)
+        if self.memory not in ("store", other):
+            raise ValueError(
+                f"GPTConfig: memory is {self.memory!r} but the residual_options say {other!r}: "
+                "leave one of them out."
+            )
+
+    def options(self) -> dict[str, Any]:
+        """All options of the residual. "store" is what every residual does and needs no option."""
+        chosen = {} if self.memory == "store" else {"memory": self.memory}
+        return {**self.residual_options, **chosen}
 
 
 PRESETS = {
@@ -114,7 +127,7 @@ class GPT(nn.Module):
             config.width,
             config.streams,
             out_norm=RMSNorm(config.width, config.eps),
-            **config.residual_options,
+            **config.options(),
         )
         self._make_rope()
         self.register_load_state_dict_post_hook(remake_rope)

@@ -20,7 +20,7 @@ from .checkpoint import (
     read_state,
     read_tensors,
 )
-from .config import TrainConfig, differences, to_table
+from .config import TrainConfig, compared, differences, to_table
 from .data import Loader, PrepareConfig, open_data, prepare
 from .data.shards import HEADER, PROGRESS
 from .device import Compute, LossScale, versions
@@ -33,16 +33,24 @@ ANY_WEIGHTS = {"context", "stream_dtype"}
 """What of a model's configuration its weights do not depend on."""
 
 
+def prepared_folder(given: str, tokenizer: str) -> Path:
+    """The prepared folder that `given` is, or that will be made of it, in ./data."""
+    source = Path(given)
+    if (source / HEADER).exists() or (source / PROGRESS).exists():
+        return source
+    return Path("data") / f"{source.name}-{Path(tokenizer).stem}".replace(":", "")
+
+
 def find_data(given: str, tokenizer: str, first: bool, say: Callable[[str], None]) -> Path:
-    """The prepared folder that `given` is, or that is now made of it, in ./data.
+    """`prepared_folder`, made now if it has to be.
 
     The first process prepares, which may take hours, and the others wait for its header; so this
     comes before the processes join, whose patience with each other is limited.
     """
     source = Path(given)
-    if (source / HEADER).exists() or (source / PROGRESS).exists():
+    folder = prepared_folder(given, tokenizer)
+    if folder == source:
         return source
-    folder = Path("data") / f"{source.name}-{Path(tokenizer).stem}".replace(":", "")
     if not first:
         while not (folder / HEADER).exists():
             time.sleep(0.5)
@@ -59,8 +67,22 @@ def check_model(config: TrainConfig) -> None:
     """A model that cannot be built is said before text is prepared for it."""
     model = config.gpt(1)
     with torch.device("meta"):
-        options = model.residual_options
+        options = model.options()
         build_residual(model.residual, model.width, 2 * model.blocks, model.streams, **options)
+
+
+def describe_model(config: TrainConfig, parameters: int) -> str:
+    memory = "" if config.model.memory == "store" else f", memory {config.model.memory}"
+    return f"model {config.scale}, {config.residual}{memory}: {parameters:,} parameters"
+
+
+def describe_step(config: TrainConfig, plan: batching.Batching, processes: int) -> str:
+    """How a step's tokens come about."""
+    context = config.tokens_per_step // plan.windows
+    return (
+        f"step {config.tokens_per_step:,} tokens = processes {processes} x micro-batches "
+        f"{plan.accumulation} x windows {plan.micro_batch} x tokens {context}"
+    )
 
 
 class Session:
@@ -129,19 +151,16 @@ class Session:
 
     def describe(self) -> Iterator[str]:
         """The first lines of a run, for the person who watches."""
-        c, plan, model = self.config, self.plan, self.model
+        c, model = self.config, self.model
         tokens = self.data.split("train").tokens
         resumed = f", going on from {self.resumed.name}" if self.resumed else ""
         yield f"run {self.folder}{resumed}"
-        yield f"model {c.scale}, {c.residual}: {model.parameter_count():,} parameters"
+        yield describe_model(c, model.parameter_count())
         yield (
             f"data {self.data.folder}: {tokens:,} tokens; {c.steps} steps are "
             f"{c.steps * c.tokens_per_step / tokens:.2f} epochs"
         )
-        yield (
-            f"step {c.tokens_per_step:,} tokens = processes {self.world.size} x micro-batches "
-            f"{plan.accumulation} x windows {plan.micro_batch} x tokens {model.config.context}"
-        )
+        yield describe_step(c, self.plan, self.world.size)
         yield from self.compute.reasons
 
     def _newest(self) -> Path | None:
@@ -191,10 +210,10 @@ class Session:
                 f"{run} was trained with another tokenizer than that of {self.data.folder}: "
                 "prepare the data with the tokenizer file in the folder of the run's data."
             )
-        ours = asdict(model.config)
-        changed = [k for k in ours if k not in ANY_WEIGHTS and stored["model"].get(k) != ours[k]]
+        ours, theirs = compared(asdict(model.config)), compared(stored["model"])
+        changed = [k for k in ours if k not in ANY_WEIGHTS and theirs.get(k) != ours[k]]
         if changed:
-            said = ", ".join(f"{k} {stored['model'].get(k)} -> {ours[k]}" for k in changed)
+            said = ", ".join(f"{k} {theirs.get(k)} -> {ours[k]}" for k in changed)
             raise ValueError(
                 f"{run} is of another architecture ({said}): start from a run of the same one."
             )

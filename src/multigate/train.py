@@ -290,4 +290,7 @@ class Run:
                 f"val loss {self.val.loss:.4f}, perplexity {self.val.perplexity:.2f}, "
                 f"{self.val.bits_per_byte:.4f} bits per byte"
             )
+        lost = int(getattr(self.model.stack.residual, "lost", 0))
+        if lost:
+            self.log.say(f"memory exact: {lost:,} elements found no room and came back inexact")
         return Result(session.step, mean, self.val, newest, number)

@@ -3,6 +3,9 @@
 import functools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +20,7 @@ VARIABLE = "MULTIGATE_BACKEND"
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 logger = logging.getLogger("multigate")
+_assumed: ContextVar[str | None] = ContextVar("assumed", default=None)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -29,6 +33,9 @@ def choose(
     What was chosen and why is said once. Words and numbers alone, so that torch.compile asks at
     trace time.
     """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed if assumed in kernels and dtype in DTYPES else "torch"
     wanted = requested if requested != "auto" else os.environ.get(VARIABLE, "auto")
     if wanted not in BACKENDS:
         raise ValueError(unknown("backend", wanted, BACKENDS))
@@ -45,6 +52,20 @@ def choose(
         reasons.append(f"{kernel} {reason}")
     say(op, "torch", "; ".join(reasons), False)
     return "torch"
+
+
+@contextmanager
+def assuming(backend: str) -> Iterator[None]:
+    """Take it that `backend` runs, where it has a kernel for the dtype: for shapes without data.
+
+    A kernel's operator has a stand-in that says what it would return, so that what a GPU keeps can
+    be counted without one.
+    """
+    token = _assumed.set(backend)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 @functools.cache
