@@ -48,6 +48,7 @@ inline u32 __float_as_uint(float number) {
     return bits;
 }
 inline void fence_copies() {}
+inline void look_again() { asm volatile("" ::: "memory"); }
 template <class T> T __ldg(const T *p) { return *p; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_two_processes_with_kernels_reach_the_losses_of_one_without(
     monkeypatch.setenv("MULTIGATE_BACKEND", "triton")
     shown = finished(torchrun(two, tmp_path))
     assert shown.count("gate_pool by triton: fused kernels can run here") == 1
+    assert values(two, "loss") == pytest.approx(values(one, "loss"), abs=1e-5)
+    assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.parametrize(("parallel", "memory"), [("ddp", "exact"), ("fsdp", "recompute")])
+def test_two_processes_with_fewer_streams_kept(parallel, memory, data, tmp_path):
+    settings = {"steps": 4, "tokens_per_step": 256, "micro_batch": 2, "parallel": parallel}
+    one, two = (small(data, tmp_path / n, **settings) for n in ("one", "two"))
+    run(one)
+    finished(torchrun(replace(two, model=replace(two.model, memory=memory)), tmp_path))
     assert values(two, "loss") == pytest.approx(values(one, "loss"), abs=1e-5)
     assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-4)
 

@@ -64,7 +64,8 @@ def parallelise(model: GPT, world: World, kind: str) -> nn.Module:
         return model
     device = model.embed.weight.device
     ids = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    # Buffers are tables, the same everywhere, and counts, which are every process's own.
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
 
 def shard(model: GPT) -> None:

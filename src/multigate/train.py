@@ -266,12 +266,20 @@ class Run:
                 ready = int(isinstance(error, CheckpointError))
         return bool(least_over(self.world, ready))
 
+    def _lost(self) -> int:
+        """Elements that memory="exact" had no room for, in all processes."""
+        lost = getattr(self.model.stack.residual, "lost", None)
+        if lost is None or lost.is_meta:
+            return 0
+        return round(float(mean_over(self.world, lost.double())) * self.world.size)
+
     def _result(self) -> Result:
         session = self.session
         finished = session.step == self.config.steps
         number = None if finished else self.caught[0] if self.caught else signal.SIGTERM
         kept = checkpoints(session.folder)
         newest = kept[-1] if kept else None
+        lost = self._lost()
         if not self.world.first:
             return Result(session.step, math.nan, self.val, newest, number)
         losses = [r["loss"] for r in read_log(session.folder) if r["loss"] is not None]
@@ -290,7 +298,6 @@ class Run:
                 f"val loss {self.val.loss:.4f}, perplexity {self.val.perplexity:.2f}, "
                 f"{self.val.bits_per_byte:.4f} bits per byte"
             )
-        lost = int(getattr(self.model.stack.residual, "lost", 0))
         if lost:
             self.log.say(f"memory exact: {lost:,} elements found no room and came back inexact")
         return Result(session.step, mean, self.val, newest, number)

@@ -123,7 +123,8 @@ def flat(owed: State) -> list[Tensor | None]:
     """What a block owes, as `lean.Replayed` wants it."""
     first, *entries = owed
     inputs = [t for entry in entries for t in entry[:-1]]
-    return [first, *(None if t == () else t for t in inputs), *(e[-1] for e in entries[1:])]
+    given = (t if isinstance(t, Tensor) else None for t in inputs)
+    return [first, *given, *(entry[-1] for entry in entries[1:])]
 
 
 def once(owed: State) -> None:
@@ -137,6 +138,6 @@ def once(owed: State) -> None:
     if getattr(stand_in, "spent", False):
         raise ValueError(
             "a second step from one state needs memory='store': the other modes go through a "
-            "chain of states once."
+            "chain of states once, so checkpoint sublayers, not steps."
         )
     stand_in.spent = True  # type: ignore[attr-defined]

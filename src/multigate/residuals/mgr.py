@@ -230,6 +230,9 @@ class MultiGate(Residual):
         if packed:
             h, state, lost = self.memory.step(step, y, state, norm_weight, self._ends(i))
             if lost is not None:
+                if self.lost.is_meta:
+                    # Loading has moved the parameters off the meta device, not this.
+                    self.lost = torch.zeros_like(lost)
                 self.lost += lost
             return h, state
         h, new_streams = step(y, state, norm_weight)

@@ -58,6 +58,9 @@ __device__ __forceinline__ void bulk_copy(const void *to, u64 from, u32 bytes, u
                  : "memory");
 }
 
+// Memory was written through a pointer of another type: the compiler must look again.
+__device__ __forceinline__ void look_again() { asm volatile("" ::: "memory"); }
+
 // What threads have written to shared memory is done before later copies into it.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -16,7 +16,8 @@ constexpr int SLABS = (CHUNKS + THREADS - 1) / THREADS;  // pieces of a token: o
 constexpr int SLAB_BYTES = THREADS * 16;                 // of one row
 constexpr int LANES = N == 1 ? 1 : N == 2 ? 2 : N <= 4 ? 4 : N <= 8 ? 8 : 16;
 constexpr float SCALE = 1.0f / C;
-constexpr float LOWEST = -3.402823466e38f, SMALLEST = 1.175494351e-38f;
+constexpr float LOWEST = -3.402823466e38f;
+constexpr float EPSILON = DTYPE == 0 ? 0x1p-7f : DTYPE == 1 ? 0x1p-10f : 0x1p-23f; // of the rows
 
 static_assert(SLOTS >= SLABS, "a token must fit into the ring");
 

@@ -6,7 +6,8 @@ numbered in their order, and nearly always the true number is the guess or a nei
     code 0, 1, 2: one below, equal, one above        3: further away, and listed as it is
 
 The list is in the order of the elements. Under torch.compile, where its length has to be known, it
-has room for one in `LISTED` of them; what is beyond that is lost, and counted.
+has room for one in `LISTED` of them; what is beyond that is lost, and counted. There the guess and
+the codes are made inside of operators: a compiler that leaves out a rounding changes the guess.
 """
 
 import torch
@@ -22,8 +23,15 @@ BITS = {
 }
 
 
-def encode(true: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, four a byte; the list; and how many elements it had no room for."""
+def room_for(true: Tensor) -> int:
+    return -(-true.numel() // LISTED)
+
+
+def encode(true: Tensor, guess: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, four a byte; the list; and how many elements it had no room for.
+
+    `room` is the length of the list; None makes it as long as it has to be.
+    """
     true = true.reshape(-1)
     # Numbers wrap around at the ends, in `decode` as here.
     above = numbered(true) - numbered(guess.reshape(-1)) + 1
@@ -31,14 +39,13 @@ def encode(true: Tensor, guess: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     code = torch.where(far, 3, above).to(torch.uint8)
     four = F.pad(code, (0, -len(code) % 4)).view(-1, 4)
     packed = four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
-    if not torch.compiler.is_compiling():
+    if room is None:
         return packed, true[far], torch.zeros((), dtype=torch.int64, device=true.device)
-    room = -(-len(true) // LISTED)
     place = far.cumsum(0) - 1
     lost = (far.sum() - room).clamp(min=0)
     # What is not listed goes to one place behind the list.
     place = torch.where(far, place, room).clamp(max=room)
-    return packed, true.new_zeros(room + 1).scatter(0, place, true)[:room], lost
+    return packed, true.new_zeros(room + 1).scatter(0, place, true)[:room].clone(), lost
 
 
 def decode(packed: Tensor, listed: Tensor, guess: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Steps that are inverted to the last bit, as torch.library operators over the CUDA kernels."""
+"""Steps that are inverted to the last bit, as torch.library operators.
+
+`forward` and `backward` are whole steps by the CUDA kernels; `coded` and `uncoded` go with a step
+by any backend.
+"""
 
 import math
 from typing import Any
@@ -6,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import codes, cuda, reference
 from .codes import LISTED
 from .op import flat_rows, flat_streams, flat_weights, in_dtypes
 
@@ -106,6 +110,37 @@ def _(
     return [packed[0], y.new_empty(y.shape), packed[1], *map(torch.empty_like, given)]
 
 
+def coded_in_full(
+    streams: Tensor, new: Tensor, y: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and a list that bring back `streams` from those after the step; and a loss of 0."""
+    return codes.encode(streams, reference.unlerp(new, y, beta))
+
+
+@torch.library.custom_op("multigate::gate_pool_coded", mutates_args=())
+def coded(streams: Tensor, new: Tensor, y: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`coded_in_full` with a list of a length that is known before; how much was lost."""
+    return codes.encode(streams, reference.unlerp(new, y, beta), codes.room_for(streams))
+
+
+@coded.register_fake
+def _(streams: Tensor, new: Tensor, y: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    packed = streams.new_empty((-(-streams.numel() // 4),), dtype=torch.uint8)
+    listed = streams.new_empty((codes.room_for(streams),))
+    return packed, listed, streams.new_empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("multigate::gate_pool_uncoded", mutates_args=())
+def uncoded(new: Tensor, y: Tensor, beta: Tensor, packed: Tensor, listed: Tensor) -> Tensor:
+    """The streams before the step."""
+    return codes.decode(packed, listed, reference.unlerp(new, y, beta)).contiguous()
+
+
+@uncoded.register_fake
+def _(new: Tensor, y: Tensor, beta: Tensor, packed: Tensor, listed: Tensor) -> Tensor:
+    return new.new_empty(new.shape)
+
+
 def _room(streams: Tensor) -> int:
     """Elements of the list: every block has a part of it, and some more than others to list."""
-    return streams.numel() // LISTED + 4096
+    return streams.numel() // LISTED + 65536

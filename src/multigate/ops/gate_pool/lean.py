@@ -25,7 +25,7 @@ def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     total = beta.numel()
     count = (total * keep + 999_999) // 1_000_000
     index = beta.reshape(-1).topk(count, sorted=False).indices
-    return streams.reshape(total, -1)[index], index
+    return streams.reshape(total, streams.shape[-1])[index], index
 
 
 def handed(streams: Tensor | None, memory: str) -> Tensor:
@@ -33,7 +33,8 @@ def handed(streams: Tensor | None, memory: str) -> Tensor:
     if streams is None:
         raise RuntimeError(
             f"memory={memory!r}: a step's backward pass was not given its streams, because the "
-            "steps after it were not run: run all of them, or use memory='store'."
+            "steps after it were not run or the loss does not depend on them: let it depend on "
+            "the last step, or use memory='store'."
         )
     return streams
 

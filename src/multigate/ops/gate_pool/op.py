@@ -161,7 +161,7 @@ def fused_invert_backward(
     if backend != "cuda" or not cuda.takes(rows, after):
         variant = "competitive" if competitive else "independent"
         beta = reference.gate_from(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
-        old = reference.unlerp(new_streams, y, beta).view(-1, width)
+        old = reference.unlerp(new_streams, y, beta).reshape(-1, width)
         old = old.index_copy_(0, index, kept).view(new_streams.shape)
         options = (saved, competitive, eps, backend)
         return [old, *fused_backward(grad_h, grad_streams, y, [old], *given, *options)]

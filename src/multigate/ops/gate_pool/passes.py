@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multigate.numerics import without_autocast
 
-from . import codes, exact, reference
+from . import exact, reference
 from .cuda import Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_replay
 
@@ -117,7 +117,7 @@ def invert_backward(
         )
         return (*found, None)[:7]
     streams = reference.unlerp(new_streams, y, saved)
-    rows = streams.view(-1, y.shape[-1]).index_copy(0, index, kept)
+    rows = streams.reshape(-1, y.shape[-1]).index_copy(0, index, kept)
     streams = rows.view(new_streams.shape)
     options = (variant, eps, kernel)
     return streams, *backward(grad_h, grad_streams, y, streams, weights, saved, *options)
@@ -133,8 +133,9 @@ def exact_forward(
         return h, new, lost, saved, *kept
     h, new, saved = forward(y, streams, weights, variant, eps, kernel)
     beta = gates(saved, weights[2], streams, variant, eps)
-    packed, listed, lost = codes.encode(streams, reference.unlerp(new, y, beta))
-    return h, new, lost, saved, packed, listed
+    coded = exact.coded if torch.compiler.is_compiling() else exact.coded_in_full
+    packed, listed, lost = coded(streams, new, y, beta)
+    return h, new, lost, saved, beta, packed, listed
 
 
 def exact_backward(
@@ -155,9 +156,7 @@ def exact_backward(
         options = (variant == "competitive", eps)
         found = exact.backward(*grads, y, new_streams, *weights, saved, list(kept), *options)
         return (*found, None)[:7]
-    packed, listed = kept
-    beta = gates(saved, weights[2], new_streams, variant, eps)
-    streams = codes.decode(packed, listed, reference.unlerp(new_streams, y, beta))
+    streams = exact.uncoded(new_streams, y, *kept)
     return streams, *backward(*grads, y, streams, weights, saved, variant, eps, kernel)
 
 

@@ -41,12 +41,14 @@ def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
 def unlerp(new_streams: Tensor, y: Tensor, beta: Tensor) -> Tensor:
     """The streams before a lerp, (s' - beta y) / (1 - beta), rounded to the dtype of the streams.
 
-    Where beta is 1 nothing of s is left in s', and 0 stands in its place.
+    Where 1 - beta is no more than the rounding of s', nothing of s is left in it but noise, and 0
+    stands in its place.
     """
     beta = beta.unsqueeze(-1)
-    rest = (1 - beta).clamp(min=torch.finfo(beta.dtype).tiny)
+    rest = 1 - beta
     mixed = wide(new_streams) - beta * y.to(beta.dtype).unsqueeze(-2)
-    return (mixed / rest).to(new_streams.dtype)
+    nothing = rest <= torch.finfo(new_streams.dtype).eps
+    return torch.where(nothing, 0, mixed / rest).to(new_streams.dtype)
 
 
 def pool_weights(streams: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -143,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                     int from = before_me(__popcll(far), lane, all) + listed;
                     for (; listed >= 0 && far; from++, far &= far - 1)
                         *far_element(ring, at, member, __ffsll(far) - 1) = codes.list[from];
+                    look_again();
                 }
 #pragma unroll
                 for (int i = 0; live && i < N; i++)

@@ -33,9 +33,12 @@ struct Step {
     }
 };
 
-// The stream before a lerp, with factor = 1 / (1 - beta); the same to the bit in whichever kernel.
+// The stream before a lerp, with factor = 1 / (1 - beta), or 0 where nothing of it is left; the same to the bit in
+// whichever kernel.
 __device__ __forceinline__ float unlerp(float after, float y, float beta, float factor) {
-    return __fmul_rn(__fmaf_rn(-beta, y, after), factor);
+    return factor == 0.0f ? 0.0f : __fmul_rn(__fmaf_rn(-beta, y, after), factor);
 }
 
-__device__ __forceinline__ float unlerp_factor(float beta) { return 1.0f / fmaxf(1.0f - beta, SMALLEST); }
+__device__ __forceinline__ float unlerp_factor(float beta) {
+    return 1.0f - beta <= EPSILON ? 0.0f : 1.0f / (1.0f - beta);
+}
