@@ -143,4 +143,4 @@ def _(new: Tensor, y: Tensor, beta: Tensor, packed: Tensor, listed: Tensor) -> T
 
 def _room(streams: Tensor) -> int:
     """Elements of the list: every block has a part of it, and some more than others to list."""
-    return streams.numel() // LISTED + 65536
+    return streams.numel() // LISTED + 4096
