@@ -186,6 +186,21 @@ def test_the_figures_of_the_kernels_page_are_those_of_the_file():
                     and (row["width"], row["tokens"], row["norm"]) == (width, 32768, False)
                 ]
                 assert found == [cell.strip()] * bool(cell.strip())
+    times = {}
+    for row in rows:
+        if row["case"] == "gate_pool" and row["n"] == 4 and row["tokens"] == 32768:
+            times[row["pass"], row["backend"], row["width"]] = row.get("us")
+    for name in ("forward", "backward"):
+        ratios = []
+        for backend in ("cuda", "triton", "paper", "compile", "torch", "liger-mhc"):
+            (line,) = re.findall(rf"^\| {name} \| `{backend}` \|(.*)\|$", text, re.M)
+            for width, cell in zip((768, 1024, 1280, 2048), line.split("|"), strict=True):
+                us = times.get((name, backend, width))
+                assert cell.strip() == ("" if us is None else f"{us:.0f}")
+                if backend == "compile":
+                    ratios.append(us / times[name, "cuda", width])
+        readme = " ".join((ROOT / "README.md").read_text().split())
+        assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in readme
     for row in rows:
         if row["case"] == "step":
             shown = f"| {row['ms']:.1f} | {row['tokens_per_s']:,.0f} | +{row['overhead']:.1%} |"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import codes, cuda, reference
 from .codes import LISTED
-from .op import flat_rows, flat_streams, flat_weights, in_dtypes
+from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shapes
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -101,13 +101,7 @@ def backward(
     return [old.view(shape), dy.view(y.shape), dstreams.view(shape), *found]
 
 
-@backward.register_fake
-def _(
-    grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, new_streams: Tensor, *rest: Any
-) -> list[Tensor]:
-    given = [w for w in rest[:4] if w is not None]
-    packed = [new_streams.new_empty(new_streams.shape) for _ in range(2)]
-    return [packed[0], y.new_empty(y.shape), packed[1], *map(torch.empty_like, given)]
+backward.register_fake(inverted_shapes)
 
 
 def coded_in_full(

@@ -186,9 +186,10 @@ def fused_invert_backward(
 
 
 @fused_invert_backward.register_fake
-def _(
+def inverted_shapes(
     grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, new_streams: Tensor, *rest: Any
 ) -> list[Tensor]:
+    """Of the streams before a step, then the gradients of y, the streams and the weights given."""
     given = [w for w in rest[:4] if w is not None]
     packed = [new_streams.new_empty(new_streams.shape) for _ in range(2)]
     return [packed[0], y.new_empty(y.shape), packed[1], *map(torch.empty_like, given)]

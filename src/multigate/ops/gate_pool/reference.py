@@ -41,14 +41,14 @@ def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
 def unlerp(new_streams: Tensor, y: Tensor, beta: Tensor) -> Tensor:
     """The streams before a lerp, (s' - beta y) / (1 - beta), rounded to the dtype of the streams.
 
-    Where 1 - beta is no more than the rounding of s', nothing of s is left in it but noise, and 0
+    Where 1 - beta is no more than the rounding of s', nothing of s is left in it but noise, and s'
     stands in its place.
     """
     beta = beta.unsqueeze(-1)
     rest = 1 - beta
     mixed = wide(new_streams) - beta * y.to(beta.dtype).unsqueeze(-2)
     nothing = rest <= torch.finfo(new_streams.dtype).eps
-    return torch.where(nothing, 0, mixed / rest).to(new_streams.dtype)
+    return torch.where(nothing, wide(new_streams), mixed / rest).to(new_streams.dtype)
 
 
 def pool_weights(streams: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -36,7 +36,7 @@ struct Step {
 // The stream before a lerp, with factor = 1 / (1 - beta), or 0 where nothing of it is left; the same to the bit in
 // whichever kernel.
 __device__ __forceinline__ float unlerp(float after, float y, float beta, float factor) {
-    return factor == 0.0f ? 0.0f : __fmul_rn(__fmaf_rn(-beta, y, after), factor);
+    return factor == 0.0f ? after : __fmul_rn(__fmaf_rn(-beta, y, after), factor);
 }
 
 __device__ __forceinline__ float unlerp_factor(float beta) {
