@@ -92,6 +92,24 @@ def test_two_processes_with_fewer_streams_kept(parallel, memory, data, tmp_path)
     assert values(two, "grad_norm") == pytest.approx(values(one, "grad_norm"), rel=1e-4)
 
 
+THREADS = """
+import atexit, pathlib
+def show_threads():
+    threads = pathlib.Path("/proc/self/task").glob("*/comm")
+    print("at the end:", *(p.read_text().strip() for p in threads))
+atexit.register(show_threads)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_no_thread_of_a_process_group_outlives_python(parallel, data, tmp_path):
+    config = small(data, tmp_path / "run", steps=2, parallel=parallel)
+    shown = finished(torchrun(config, tmp_path, before=THREADS))
+    assert shown.count("at the end:") == 2
+    assert "gloo" not in shown
+
+
 def forget(config, step):
     """Remove the checkpoints after `step`."""
     for path in checkpoints(config.folder):

@@ -3,6 +3,8 @@
 A process that torchrun did not start is a world of one, and every function here then does nothing.
 """
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -84,6 +86,17 @@ def shard(model: GPT) -> None:
         fully_shard(matrices, mesh=mesh)
     numbers = {p for p in model.parameters() if p.ndim == 0}
     fully_shard(model, mesh=mesh, ignored_params=numbers)
+    atexit.register(_end_groups, mesh)
+
+
+def _end_groups(mesh: Any) -> None:
+    """Let the threads of the mesh's groups end while Python still runs.
+
+    DTensor's caches keep every mesh, and so its groups, past `destroy_process_group`. A thread of
+    gloo that lets a tensor go while Python shuts down ends the process with SIGABRT.
+    """
+    getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
 
 
 @contextmanager
