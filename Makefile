@@ -24,7 +24,7 @@ lint: $(READY_DEV)
 	$(PY) -m mypy
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh train
+	PYTHON=$(PYTHON) sh scripts/setup.sh train,plot
 	touch $(READY)
 
 $(READY_DEV): pyproject.toml constraints.txt scripts/setup.sh
@@ -32,4 +32,4 @@ $(READY_DEV): pyproject.toml constraints.txt scripts/setup.sh
 	touch $(READY) $(READY_DEV)
 
 clean:
-	rm -rf .venv
+	rm -rf .venv demo-report

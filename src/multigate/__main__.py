@@ -71,6 +71,22 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def analyze(arguments: Sequence[str]) -> int:
+    """look into trained runs: every figure of the paper, as a page and as files"""
+    from .analysis.command import AnalyzeConfig, analyze
+
+    analyze(parse(AnalyzeConfig, arguments, "analyze"))
+    return 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """compare training runs by their logs, also while they are running"""
+    from .analysis.command import ReportConfig, report
+
+    report(parse(ReportConfig, arguments, "report"))
+    return 0
+
+
 def bench(arguments: Sequence[str]) -> int:
     """measure the operations and whole training steps on this machine"""
     from .bench import BenchConfig, bench
@@ -84,6 +100,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": prepare,
     "train": train,
     "eval": evaluate,
+    "analyze": analyze,
+    "report": report,
     "bench": bench,
 }
 NEEDED = ("rich", "safetensors", "tokenizers", "tyro")

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .analysis.command import AnalyzeConfig, analyze
 from .checkpoint import open_run
 from .config import ModelChanges, TrainConfig, resolve
 from .data import PrepareConfig, Split, TokenData, prepare
@@ -33,6 +34,8 @@ class DemoConfig:
     steps: int = 700
     """Training steps of each model."""
     seed: int = 0
+    report: Path = Path("demo-report")
+    """Where the report on the two goes."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -52,6 +55,7 @@ def demo(config: DemoConfig | None = None, console: Console | None = None) -> di
         order1 = order1_bits_per_byte(data.split("train"), val, CONTEXT, TOKENS)
         console.print(_table(models, scores, order1))
         _sample(models[RESIDUALS[-1]], data, config.seed, console)
+        _report([Path(place) / name for name in RESIDUALS], config.report, console)
         del data, val
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
     return {"order-1": order1, **scores}
@@ -112,3 +116,11 @@ def _sample(model: GPT, data: TokenData, seed: int, console: Console) -> None:
     console.rule(f"What the {RESIDUALS[-1]} model writes")
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.rule()
+
+
+def _report(runs: list[Path], out: Path, console: Console) -> None:
+    """What the two look like inside; without the packages for it, which those are."""
+    try:
+        analyze(AnalyzeConfig(runs=tuple(runs), out=out, samples=256, device="cpu"), console)
+    except ValueError as error:
+        console.print(f"No report: {error}", highlight=False, markup=False, soft_wrap=True)

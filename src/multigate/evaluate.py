@@ -1,7 +1,7 @@
 """`multigate eval`: a trained run on prepared text."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +47,14 @@ class EvalConfig:
 
 def load_model(path: Path, state: dict[str, Any]) -> GPT:
     """The model of a checkpoint, with its weights, on the CPU."""
+    known = {field.name for field in fields(GPTConfig)}
+    strange = [name for name in state["model"] if name not in known]
+    if strange:
+        raise ValueError(
+            f"{path} has settings that this version of multigate does not know "
+            f"({', '.join(strange)}): use the version that wrote it, "
+            f"{state['versions']['multigate']}, or a later one."
+        )
     model = GPT(GPTConfig(**state["model"]))
     read_tensors(path, model.state_dict())
     return model

@@ -28,25 +28,38 @@ SECONDS_BETWEEN_LINES = 15.0
 
 def read_log(run: Path, event: str = "train") -> list[dict[str, Any]]:
     """The records of one kind in a run's log, in order."""
+    return [record for record in read_records(run)[0] if record["event"] == event]
+
+
+def read_records(run: Path) -> tuple[list[dict[str, Any]], int]:
+    """All records of a run's log, in order, and how many lines of it cannot be read."""
     path = run / "log.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [r for r in map(json.loads, lines) if r["event"] == event]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for record in map(parsed, lines) if record is not None]
+    return records, len(lines) - len(records)
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line of a log; None for one that was cut off in the middle."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and "event" in record and "step" in record
+    return record if whole else None
 
 
 def rewind(path: Path, step: int) -> None:
     """Drop from a log what came after `step`, and a line that was cut off in the middle."""
     if not path.exists():
         return
-    kept = list[str]()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line + "\n")
+    kept = list[bytes]()
+    for line in path.read_bytes().splitlines():
+        record = parsed(line)
+        if record is not None and record["step"] <= step:
+            kept.append(line + b"\n")
     aside = path.with_suffix(".rewound")
-    with aside.open("w", encoding="utf-8") as file:
+    with aside.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .checkpoint import CheckpointError, Saver, checkpoints
 from .config import TrainConfig, to_table, to_toml
-from .device import LossScale, choose, compiled, to_host, versions
+from .device import LossScale, choose, compiled, memory, to_host, versions
 from .distributed import accumulating, join, least_over, mean_over
 from .evals import Score, evaluate, gates
 from .lock import locked
@@ -120,7 +120,14 @@ class Run:
         self.saver.reserve({**weights, **rest})
         for line in session.describe():
             log.say(line)
-        log.event("start", session.step, processes=self.world.size, **versions())
+        log.event(
+            "start",
+            session.step,
+            processes=self.world.size,
+            parameters=self.model.parameter_count(),
+            device=self.compute.device.type,
+            **versions(),
+        )
         self.forward: Callable[..., Tensor] = session.module
         if self.compute.compile:
             self.forward = compiled(session.module, log.say)
@@ -238,6 +245,9 @@ class Run:
         if gate is not None:
             values |= {"gate_mean": gate[0], "gate_max": gate[1]}
             shown["gate mean/max"] = f"{gate[0]:.3f}/{gate[1]:.3f}"
+        most = memory(self.compute.device)
+        if most is not None:
+            values["memory_gib"] = round(most / 2**30, 3)
         self.log.val(self.session.step, values, shown)
         self.meter.pause()
 

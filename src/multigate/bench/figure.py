@@ -18,7 +18,7 @@ def draw(rows: Sequence[Row], path: Path, machine: str, case: str = "gate_pool")
     rows = [r for r in rows if r["variant"] in (None, "competitive")]
     if not rows:
         return False
-    plt = optional("matplotlib.pyplot", "bench", "the figure")
+    plt = optional("matplotlib.pyplot", "plot", "the figure")
     most = max(r["tokens"] for r in rows)
     rows = [r for r in rows if r["tokens"] == most]
     passes = [p for p in ("forward", "backward") if any(r["pass"] == p for r in rows)]

@@ -12,6 +12,11 @@ The h of the last step is the output. Three more needs are part of the seam:
     residual.step(i, y, state, norm)        # h comes back as norm(h), ready for the next sublayer
     with residual.recording() as steps:     # steps[i]["beta"]: the coefficients of step i by name
 
+Analysis looks at a state by two more, and never needs to know which residual it has:
+
+    residual.carried(i, state)              # the streams [..., m, D] before sublayer i
+    residual.mixture(i, steps[i])           # step i as a linear map of streams and output
+
 And two verbs for a pipeline, whose next stage goes on with sublayer i in another process:
 
     sent     = residual.handover(i, h, state)    # the fewest tensors that it needs
@@ -53,9 +58,9 @@ class Residual(nn.Module):
     """A residual architecture over `depth` sublayers of width `dim`.
 
     A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
-    `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`, and, to hand
-    over less than h and the whole state, `_handover`, `_resume`, `_resume_normed` and
-    `handover_size`.
+    `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`, for analysis
+    `carried`, `mixture` and `norm_apart`, and, to hand over less than h and the whole state,
+    `_handover`, `_resume`, `_resume_normed` and `handover_size`.
 
     Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
     says, and rounded once when it is stored.
@@ -149,6 +154,26 @@ class Residual(nn.Module):
 
     def can_skip(self, i: int) -> bool:
         """Whether `step(i, None, state)` has a meaning."""
+        return True
+
+    def carried(self, i: int, state: State) -> Tensor | None:
+        """The streams [..., m, D] before sublayer i (i = depth: after the last step).
+
+        None where a token carries no vectors that sublayers change, only what they have written.
+        """
+        return None
+
+    def mixture(self, i: int, coefficients: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What step i does to the streams, from the coefficients it has noted:
+
+            new_k = sum_j keep[k, j] old_j + take_k y
+
+        as keep [..., m', m] and take [..., m']; None where it is nothing of the kind.
+        """
+        return None
+
+    def norm_apart(self, i: int) -> bool:
+        """Whether step i followed by its norm is the same as step i with it handed over."""
         return True
 
     def structural_zeros(self) -> set[str]:

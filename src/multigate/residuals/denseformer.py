@@ -41,6 +41,9 @@ class DenseFormer(Residual):
         inside_a_block = i % self.period > 0
         return (inside_a_block + 1 + i // self.period) * self.dim
 
+    def carried(self, i: int, state: State) -> Tensor:
+        return state[0].unsqueeze(-2)
+
     def _sources(self, block: int) -> range:
         return range(block % self.dilation, block + 1, self.dilation)
 

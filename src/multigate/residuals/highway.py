@@ -42,6 +42,15 @@ class Highway(Residual):
     def state_size(self, i: int) -> int:
         return self.dim
 
+    def carried(self, i: int, state: State) -> Tensor:
+        return state[0].unsqueeze(-2)
+
+    def mixture(self, i: int, coefficients: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        if self.vector:
+            return None
+        gate = coefficients["beta"]
+        return (1 - gate).unsqueeze(-1), gate
+
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)
 

@@ -38,6 +38,15 @@ class HyperStreams(Residual):
     def handover_size(self, i: int) -> int:
         return self.streams * self.dim
 
+    def carried(self, i: int, state: State) -> Tensor:
+        return state[0]
+
+    def mixture(self, i: int, coefficients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return coefficients["mix"].mT, coefficients["post"]
+
+    def norm_apart(self, i: int) -> bool:
+        return i < self.depth - 1 or not self.norm_then_sum
+
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         streams = x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
         return self._read(0, streams)

@@ -167,6 +167,16 @@ class MultiGate(Residual):
     def can_skip(self, i: int) -> bool:
         return i >= self.streams - 1
 
+    def carried(self, i: int, state: State) -> Tensor:
+        return state[0] if self._packed(i, state) else torch.stack(state, dim=-2)
+
+    def mixture(self, i: int, coefficients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if "beta" in coefficients:
+            beta = coefficients["beta"]
+            return torch.diag_embed(1 - beta), beta
+        streams = torch.eye(i + 2).to(coefficients["alpha"])
+        return streams[:, :-1], streams[-1]
+
     def structural_zeros(self) -> set[str]:
         return {f"steps.{i}.w2" for i in range(self.depth)} if self.streams == 1 else set()
 

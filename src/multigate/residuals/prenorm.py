@@ -1,5 +1,6 @@
 """PreNorm: the plain residual, x + F(x)."""
 
+import torch
 from torch import Tensor
 
 from .base import Residual, State, register_residual
@@ -17,6 +18,12 @@ class PreNorm(Residual):
 
     def state_size(self, i: int) -> int:
         return self.dim
+
+    def carried(self, i: int, state: State) -> Tensor:
+        return state[0].unsqueeze(-2)
+
+    def mixture(self, i: int, coefficients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.ones(1, 1), torch.ones(1)
 
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)

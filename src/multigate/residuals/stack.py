@@ -1,6 +1,7 @@
 """`Stack`: any callables with any residual between them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class Stack(nn.Module):
     """
 
     checkpointing = False
+    skipped: frozenset[int] = frozenset()
+    """Sublayers that are not called; the residual reads past them without writing."""
 
     def __init__(
         self,
@@ -93,6 +96,10 @@ class Stack(nn.Module):
         norms.append(self.out_norm)
         h, state = self.residual.start(x, norms[0])
         for i, sublayer in enumerate(self.sublayers):
+            if i in self.skipped:
+                h, state = self.residual.step(i, None, state, norms[i + 1])
+                extras.append(())
+                continue
             normed = {} if norms[i] is None else {"normed": True}
             y = self._call(sublayer, h, *args, **normed, **kwargs)
             y, *extra = y if isinstance(y, tuple) else (y,)
@@ -104,6 +111,15 @@ class Stack(nn.Module):
                 )
             h, state = self.residual.step(i, y, state, norms[i + 1])
         return (h, extras) if any(extras) else h
+
+    @contextmanager
+    def skipping(self, *sublayers: int) -> Iterator[None]:
+        """Leave these sublayers out for the length of the context."""
+        before, self.skipped = self.skipped, self.skipped | set(sublayers)
+        try:
+            yield
+        finally:
+            self.skipped = before
 
     def _call(self, sublayer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.checkpointing and torch.is_grad_enabled():

@@ -1,0 +1,200 @@
+"""`multigate analyze` and `report` from run folders to files: all residuals, and bad input."""
+
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import multigate as mg
+from multigate.__main__ import main
+from multigate.analysis.command import AnalyzeConfig, ReportConfig, analyze, report
+from multigate.analysis.measure import FAMILIES
+from multigate.checkpoint import checkpoints
+from runs import prepared, run, small
+
+
+@pytest.fixture(scope="module")
+def every(data, tmp_path_factory):
+    """A short run of every residual."""
+    out = tmp_path_factory.mktemp("every")
+    for name in mg.residual_names():
+        run(small(data, out, name=name, residual=name, steps=2, model={"blocks": 3}))
+    return out
+
+
+@pytest.fixture
+def runs(every, tmp_path):
+    """Two of them, to be damaged."""
+    for name in ("prenorm", "mgr-competitive"):
+        shutil.copytree(every / name, tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def look(*places, out, **changes):
+    """The page and what was said."""
+    shown = io.StringIO()
+    config = AnalyzeConfig(
+        runs=places, out=out, samples=6, prune_samples=3, device="cpu", figures=False
+    )
+    path = analyze(replace(config, **changes), Console(file=shown, width=500))
+    return path.read_text(), shown.getvalue()
+
+
+def test_every_residual_is_analysed(every, tmp_path):
+    page, shown = look(every, out=tmp_path)
+    numbers = tmp_path / "numbers"
+    for name in mg.residual_names():
+        assert f"{name}: step-00000002, 6 windows of 32 tokens" in shown
+        arrays = np.load(numbers / f"{name}.npz")
+        families = {key.split(".")[0] for key in arrays}
+        assert families >= {"angles", "dynamics", "massive", "pruning"}
+        assert families <= set(FAMILIES)
+        assert np.isfinite(arrays["dynamics.output_rms"]).all()
+        assert np.isfinite(arrays["dynamics.grad_rms"]).all()
+    for family, (title, _) in FAMILIES.items():
+        assert title in page
+        assert (numbers / f"{family}.csv").stat().st_size > 100
+    for sentence in ("prenorm has no gates", "attnres-full"):
+        assert sentence in page
+    assert len(page) < 8_000_000
+
+
+def test_the_same_numbers_whatever_the_batches(every, tmp_path):
+    found = []
+    for batch in (1, 4):
+        look(every / "mgr-independent", out=tmp_path / str(batch), batch=batch)
+        found.append(np.load(tmp_path / str(batch) / "numbers" / "mgr-independent.npz"))
+    for name in found[0]:
+        np.testing.assert_allclose(
+            found[0][name], found[1][name], rtol=2e-4, atol=1e-6, err_msg=name
+        )
+
+
+def without_checkpoints(run, other):
+    shutil.rmtree(run / "checkpoints")
+    return "holds no checkpoint"
+
+
+def truncated_log(run, other):
+    path = run / "log.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    return "1 line was left out of log.jsonl"
+
+
+def unknown_residual(run, other):
+    change_state(run, lambda state: state["model"].update(residual="quantum"))
+    return "unknown residual 'quantum'"
+
+
+def from_the_future(run, other):
+    change_state(run, lambda state: state["model"].update(wormholes=3))
+    return "settings that this version of multigate does not know (wormholes)"
+
+
+def damaged_weights(run, other):
+    for path in checkpoints(run):
+        (path / "model.safetensors").write_bytes(b"\0" * 100)
+    return "is damaged"
+
+
+def damaged_state(run, other):
+    for path in checkpoints(run):
+        (path / "state.json").write_text("{")
+    return "is damaged"
+
+
+def lost_data(run, other):
+    change_state(run, lambda state: state.update(data=str(run / "gone")))
+    return "gone"
+
+
+def another_tokenizer(run, other):
+    change_state(run, lambda state: state.update(tokenizer="other"))
+    return "it was trained with another tokenizer"
+
+
+def short_text(run, other):
+    folder = prepared(other / "short", count=5)
+    change_state(run, lambda state: state["model"].update(context=5000))
+    change_state(run, lambda state: state.update(data=str(folder)))
+    return "too few for one window of 5000 + 1"
+
+
+def change_state(run, change):
+    for path in checkpoints(run):
+        state = json.loads((path / "state.json").read_text())
+        change(state)
+        (path / "state.json").write_text(json.dumps(state))
+
+
+BAD = [
+    *(without_checkpoints, truncated_log, unknown_residual, from_the_future, damaged_weights),
+    *(damaged_state, lost_data, another_tokenizer, short_text),
+]
+
+
+@pytest.mark.parametrize("spoil", BAD, ids=lambda f: f.__name__)
+def test_what_is_bad_is_one_sentence_and_the_rest_appears(spoil, runs, tmp_path):
+    sentence = spoil(runs / "prenorm", tmp_path)
+    page, shown = look(runs, out=tmp_path / "out")
+    problems = [line for line in shown.splitlines() if line.startswith("prenorm: ")]
+    problems = [line for line in problems if not re.search(r"windows of .* s$", line)]
+    assert len(problems) == 1
+    assert sentence in problems[0]
+    assert problems[0].rstrip().endswith(".")
+    assert re.escape("Traceback") not in shown
+    assert (tmp_path / "out" / "numbers" / "mgr-competitive.npz").exists()
+    assert "mgr-competitive" in page
+    assert "<tr" in page
+
+
+def test_a_single_checkpoint_and_another_text(every, tmp_path):
+    (path,) = checkpoints(every / "highway")
+    other = prepared(tmp_path / "other", count=20)
+    page, shown = look(path, out=tmp_path / "out", data=other, split="train")
+    assert "highway@step-00000002" in page
+    assert f"of {other} (train)" in shown
+
+
+def test_a_report_from_logs_alone(runs, tmp_path, capsys):
+    shutil.rmtree(runs / "prenorm" / "checkpoints")
+    (runs / "prenorm" / "log.jsonl").open("ab").write(b'{"event": "tra')
+    path = report(ReportConfig(runs=(runs,), out=tmp_path / "out"), Console(width=500))
+    page = path.read_text()
+    assert "mgr-competitive" in page
+    assert "Angular distance" not in page
+    assert "1 line was left out of log.jsonl" in capsys.readouterr().out
+    assert (tmp_path / "out" / "figures" / "loss.png").stat().st_size > 5000
+
+
+def test_the_command_line(every, tmp_path, capsys):
+    flags = ["--samples", "2", "--prune-samples", "1", "--device", "cpu"]
+    names = [str(every / name) for name in ("prenorm", "mgr-competitive")]
+    assert main(["analyze", *names, *flags, "--out", str(tmp_path / "a")]) == 0
+    assert main(["report", *names, "--out", str(tmp_path / "r")]) == 0
+    shown = capsys.readouterr().out
+    assert str((tmp_path / "a" / "report.html").resolve()) in shown
+    figures = list((tmp_path / "a" / "figures").iterdir())
+    assert {path.suffix for path in figures} == {".png", ".pdf"}
+    assert {"loss", "dynamics", "pruning-loss", "gates-beta"} <= {path.stem for path in figures}
+    assert str((tmp_path / "r" / "report.html").resolve()) in shown
+
+
+@pytest.mark.parametrize("command", ["analyze", "report"])
+def test_nothing_to_look_at(command, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main([command, str(tmp_path / "gone"), str(tmp_path / "empty")]) == 1
+    said = capsys.readouterr().err
+    assert "gone does not exist" in said
+    assert "empty is no run" in said
+
+
+@pytest.mark.parametrize("name", ["samples", "prune_samples", "batch"])
+def test_numbers_below_one(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0."):
+        AnalyzeConfig(runs=(), **{name: 0})
