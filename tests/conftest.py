@@ -27,3 +27,15 @@ def data(tmp_path_factory):
     from runs import prepared
 
     return prepared(tmp_path_factory.mktemp("prose"))
+
+
+@pytest.fixture(scope="session")
+def every(data, tmp_path_factory):
+    """A folder with a short run of every residual."""
+    import multigate as mg
+    from runs import run, small
+
+    out = tmp_path_factory.mktemp("every")
+    for name in mg.residual_names():
+        run(small(data, out, name=name, residual=name, steps=2, model={"blocks": 3}))
+    return out

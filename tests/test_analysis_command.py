@@ -15,16 +15,7 @@ from multigate.__main__ import main
 from multigate.analysis.command import AnalyzeConfig, ReportConfig, analyze, report
 from multigate.analysis.measure import FAMILIES
 from multigate.checkpoint import checkpoints
-from runs import prepared, run, small
-
-
-@pytest.fixture(scope="module")
-def every(data, tmp_path_factory):
-    """A short run of every residual."""
-    out = tmp_path_factory.mktemp("every")
-    for name in mg.residual_names():
-        run(small(data, out, name=name, residual=name, steps=2, model={"blocks": 3}))
-    return out
+from runs import prepared
 
 
 @pytest.fixture

@@ -95,6 +95,12 @@ def test_a_legend_keeps_names_that_begin_with_an_underscore():
     assert [label.strip().replace("\\", "") for label in labels] == ["_a", "$b$"]
 
 
+def test_money_is_no_formula(tmp_path):
+    words = r"$\frac$"
+    marks = [Line(words, [1], [1]), Line("b", [1], [2])]
+    draw([Chart("x", words, "", [Panel(words, words, words, marks)])], tmp_path)
+
+
 def test_nine_heat_maps_stand_in_three_rows_with_whole_numbers():
     drawn = figure(CHARTS["angles"])
     drawn.canvas.draw()
@@ -115,6 +121,16 @@ def test_panels_of_one_meaning_share_their_y_axis():
     assert left.get_ylim()[0] == 1.0
     left, right = figure(CHARTS["dynamics"]).axes
     assert left.get_ylim() != right.get_ylim()
+
+
+def test_panels_of_one_meaning_share_their_x_axis_and_the_width_of_bars():
+    marks = [Bars("a", [1, 2, 3, 4, 5, 6], [1] * 6), Bars("b", [4, 6], [2, -1])]
+    drawn = figure(Chart("x", "", "", [Panel("", "block", "y", [mark]) for mark in marks]))
+    left, right = drawn.axes
+    assert left.get_xlim() == right.get_xlim() == pytest.approx((0.3, 6.7))
+    assert left.get_ylim() == right.get_ylim() == pytest.approx((-1.15, 2.15))
+    assert list(right.get_xticks()) == [1, 2, 3, 4, 5, 6]
+    assert {round(bar.get_width(), 6) for ax in drawn.axes for bar in ax.patches} == {0.752}
 
 
 def test_bars_stand_side_by_side_and_infinity_is_said():
@@ -175,7 +191,7 @@ def test_colours_of_heat_maps():
 
 def test_ticks_are_numbers_of_blocks():
     def ticks(*x):
-        return look.ticks(one(Line("", x, x)).panels[0])
+        return look.ticks(one(Line("", x, x)).panels)
 
     assert ticks(*range(1, 13)) == list(range(1, 13))
     assert ticks(*range(1, 49)) == list(range(4, 49, 4))

@@ -59,12 +59,13 @@ def test_the_commands_of_the_readme_are_these():
     assert blocks(README, "bash") == [
         "make demo\nmake test\n",
         "python -m venv .venv\n"
-        '.venv/bin/python -m pip install -c constraints.txt -e ".[train]"\n'
+        '.venv/bin/python -m pip install -c constraints.txt -e ".[train,plot]"\n'
         ".venv/bin/python -m multigate demo\n",
         ".venv/bin/multigate prepare data/python --sources stdlib --tokenizer bpe:4096\n"
         ".venv/bin/multigate train --scale tiny --residual mgr-competitive --data data/python "
         "--name first\n"
-        ".venv/bin/multigate eval runs/first\n",
+        ".venv/bin/multigate eval runs/first\n"
+        ".venv/bin/multigate analyze runs/first\n",
         ".venv/bin/torchrun --nproc-per-node 2 -m multigate train --scale tiny --data data/python "
         "--parallel fsdp\n",
     ]
@@ -101,11 +102,13 @@ def test_train_your_own(tmp_path):
     short = " --steps 4 --tokens-per-step 512 --eval-tokens 2048"
     shown = ""
     for line in "".join(blocks(README, "bash")[2:]).splitlines():
-        shortened = short if " train " in line else " --tokens 4096" if " eval " in line else ""
+        few = {"train": short, "eval": " --tokens 4096", "analyze": " --samples 4"}
+        shortened = next((flags for word, flags in few.items() if f" {word} " in line), "")
         shown += shell("OMP_NUM_THREADS=1 " + line + shortened, tmp_path)
     assert "data/python: train" in shown
     assert "bits per byte" in shown
     assert "processes 2 x" in shown
+    assert (tmp_path / "analysis/report.html").exists()
     assert (tmp_path / "runs/first/checkpoints/step-00000004/model.safetensors").exists()
     (sharded,) = tmp_path.glob("runs/tiny-mgr-competitive-python-0/checkpoints/step-*")
     assert len(list(sharded.glob("shard-*"))) == 2
@@ -134,6 +137,26 @@ def test_the_commands_of_the_training_pages_are_understood(page, count):
             assert options.get("memory", "store") == config.model.memory
             if "every" in words:
                 assert options == {"memory": "invert", "keep": 0.02, "every": 8}
+
+
+def test_the_python_of_the_analysis_page_runs():
+    namespace = {}
+    for block in blocks((ROOT / "docs/analysis.md").read_text(), "python"):
+        exec(compile(block, "analysis.md", "exec"), namespace)
+    assert namespace["angles"]["streams"].shape == (4, 7, 7)
+    assert namespace["shares"].shape == (4, 13)
+    assert len(namespace["norms"].norms) == 13
+
+
+def test_the_commands_of_the_analysis_page_are_understood():
+    from multigate.__main__ import parse
+    from multigate.analysis.command import AnalyzeConfig, ReportConfig
+
+    kinds = {"analyze": AnalyzeConfig, "report": ReportConfig}
+    (lines,) = blocks((ROOT / "docs/analysis.md").read_text(), "bash")
+    for line in lines.splitlines():
+        _, command, *words = line.split("#")[0].split()
+        assert parse(kinds[command], words, command).runs == tuple(map(Path, words))
 
 
 def test_the_python_of_the_memory_page_runs():

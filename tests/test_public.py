@@ -29,6 +29,7 @@ def test_names():
         "Sublayer",
         "build_residual",
         "gate_bias_init",
+        "generate",
         "ops",
         "preset",
         "register_residual",
@@ -72,7 +73,7 @@ def modules():
 
 
 def test_every_module_imports_without_the_optional_packages():
-    blocked = ["triton", "transformers", "matplotlib", "tokenizers", "datasets", "wandb"]
+    blocked = ["triton", "transformers", "matplotlib", "tokenizers", "datasets", "wandb", "plotly"]
     code = f"""
 import importlib, sys
 class Absent:

@@ -1,6 +1,7 @@
 """Multi-Gate Residuals and every residual architecture it is compared with, behind one seam."""
 
 from . import ops
+from .generate import generate
 from .gpt import GPT, GPTConfig, preset
 from .residuals import (
     MultiGateResidual,
@@ -24,6 +25,7 @@ __all__ = [
     "Sublayer",
     "build_residual",
     "gate_bias_init",
+    "generate",
     "ops",
     "preset",
     "register_residual",

@@ -71,6 +71,14 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def sample(arguments: Sequence[str]) -> int:
+    """let a trained run continue text"""
+    from .sample import SampleConfig, sample
+
+    sample(parse(SampleConfig, arguments, "sample"))
+    return 0
+
+
 def analyze(arguments: Sequence[str]) -> int:
     """look into trained runs: every figure of the paper, as a page and as files"""
     from .analysis.command import AnalyzeConfig, analyze
@@ -100,6 +108,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prepare": prepare,
     "train": train,
     "eval": evaluate,
+    "sample": sample,
     "analyze": analyze,
     "report": report,
     "bench": bench,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .cache import Cache
 from .names import unknown
 from .nn import MLP, Attention, DepthEntries, rotary_table, to_compute
 from .norm import RMSNorm
@@ -112,6 +113,8 @@ class GPT(nn.Module):
     """A decoder-only transformer over any residual.
 
     `model(tokens)` gives logits [B, T, V]; `model(tokens, targets)` the mean cross entropy in nats.
+    With a `cache` the tokens of every call follow those of the calls before it; with `last` the
+    logits are those of the last position only, [B, 1, V].
     """
 
     rope_cos: Tensor
@@ -133,7 +136,13 @@ class GPT(nn.Module):
         self.register_load_state_dict_post_hook(remake_rope)
         self._initialise()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: Cache | None = None,
+        last: bool = False,
+    ) -> Tensor:
         self._check("token ids", tokens)
         length = tokens.shape[-1]
         if length > self.config.context:
@@ -144,7 +153,18 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         x = x.to(self._stream_dtype(x))
         depth: DepthEntries | None = None if self.config.attention == "plain" else {}
-        h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
+        if cache is None:
+            h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
+        else:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    "a cache keeps nothing for a backward pass: call the GPT under torch.no_grad()."
+                )
+            places = cache.append(tokens)
+            rotary = tuple(t[places.positions][:, None] for t in (self.rope_cos, self.rope_sin))
+            h = self.stack(x, rotary, depth, places)
+        if last and targets is None:
+            h = h[:, -1:]
         logits = F.linear(to_compute(h, self.embed.weight), self.embed.weight)
         if targets is None:
             return logits

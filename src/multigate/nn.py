@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .cache import Places
 from .norm import RMSNorm
 from .numerics import autocast_is_on, wide
 from .residuals import Sublayer
@@ -43,11 +44,16 @@ def to_compute(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def depth_attention(
-    q: Tensor, k: Tensor, v: Tensor, entries: list[tuple[Tensor, Tensor]]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: list[tuple[Tensor, Tensor]],
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Mixture-of-depths attention (2603.15619): one softmax over two sets of keys.
 
     Position t attends to k_s for s <= t and to the keys that earlier sublayers wrote at position t.
+    With a `mask` (of a cache) it attends to the k_s that the mask lets it see instead.
 
     The depth part is summed up by its log-sum-exp, which enters the sequence attention as the
     logit of one extra key: two more channels of q carry it (a rounded half and the rest, so that
@@ -65,13 +71,18 @@ def depth_attention(
     high = logit.to(q.dtype)
     low = (logit - high).detach().to(q.dtype)
     room = 8  # head sizes stay a multiple of 8 for the fused kernels
-    query = F.pad(torch.cat([q, high, low], dim=-1), (0, room - 2, 1, 0))
-    # Position 0 is the extra key; its query row makes the matrix square and is thrown away.
+    # Position 0 is the extra key. Where no mask says otherwise it gets a query row as well, which
+    # makes the matrix square and is thrown away.
+    square = int(mask is None)
+    query = F.pad(torch.cat([q, high, low], dim=-1), (0, room - 2, square, 0))
     mark = F.pad(q.new_ones(2), (width, room - 2)).expand(*q.shape[:-2], 1, -1)
     key = torch.cat([mark, F.pad(k, (0, room))], dim=-2)
     mark = F.pad(v.new_ones(1), (width, room - 1)).expand(*v.shape[:-2], 1, -1)
     value = torch.cat([mark, F.pad(v, (0, room))], dim=-2)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)[..., 1:, :]
+    seen = None if mask is None else F.pad(mask, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=mask is None, scale=scale
+    )[..., square:, :]
     return (out[..., :width] + wide(out[..., width : width + 1]) * deep).to(v.dtype)
 
 
@@ -79,7 +90,7 @@ class Attention(Sublayer):
     """Causal multi-head attention; with `depth` entries handed in, over those as well.
 
     Sublayer `index` reads the entries of the sublayers before it and writes its own keys and
-    values.
+    values. With `places` in a cache, x is what comes after the positions that are stored there.
     """
 
     def __init__(self, width: int, heads: int, index: int, eps: float) -> None:
@@ -91,17 +102,29 @@ class Attention(Sublayer):
         self.v = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def body(self, x: Tensor, rotary: Rotary, depth: DepthEntries | None = None) -> Tensor:
+    def body(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        depth: DepthEntries | None = None,
+        places: Places | None = None,
+    ) -> Tensor:
         x = to_compute(x, self.q.weight)
         q, k, v = (split_heads(f(x), self.heads) for f in (self.q, self.k, self.v))
         q, k = rotate(q, rotary), rotate(k, rotary)
         entries = [depth[j] for j in sorted(depth) if j < self.index] if depth is not None else []
-        if entries:
-            y = depth_attention(q, k, v, entries)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if depth is not None:
             depth[self.index] = (k, v)
+        mask = None
+        if places is not None:
+            k, v = places.extend(self.index, k, v)
+            mask = places.mask
+        if not entries:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        elif mask is None:
+            y = depth_attention(q, k, v, entries)
+        else:
+            y = depth_attention(q, k, v, entries, mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -119,7 +142,13 @@ class MLP(Sublayer):
         self.k = nn.Linear(width, width, bias=False) if writes_depth else None
         self.v = nn.Linear(width, width, bias=False) if writes_depth else None
 
-    def body(self, x: Tensor, rotary: Rotary, depth: DepthEntries | None = None) -> Tensor:
+    def body(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        depth: DepthEntries | None = None,
+        places: Places | None = None,
+    ) -> Tensor:
         x = to_compute(x, self.up.weight)
         if depth is not None and self.k is not None and self.v is not None:
             k, v = split_heads(self.k(x), self.heads), split_heads(self.v(x), self.heads)

@@ -75,26 +75,30 @@ def figure(chart: Chart) -> Any:
     whole.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     whole.suptitle(_plain(textwrap.fill(chart.title, int(size[0] * 10))), fontsize=11, color=INK)
     grid = whole.add_gridspec(rows, columns)
-    first = look.alike(chart.panels)
+    shared = {axis: look.alike(chart.panels, axis) for axis in ("x", "y")}
     axes: list[Any] = []
     keys: dict[Key, Any] = {}
     for i, panel in enumerate(chart.panels):
         place = grid[i // columns, i % columns]
-        axes.append(whole.add_subplot(place, sharey=axes[first[i]] if first[i] < i else None))
-        _panel(axes[i], panel, int(width * 12), keys)
-    for i in set(first):
-        together = [panel for k, panel in enumerate(chart.panels) if first[k] == i]
-        if together[0].log_y and not look.empty(together[0]):
-            axes[i].set_ylim(look.log_range(together))
+        axes.append(whole.add_subplot(place))
+        ranges = {
+            axis: [other for k, other in enumerate(chart.panels) if first[k] == first[i]]
+            for axis, first in shared.items()
+        }
+        _panel(axes[i], panel, ranges, int(width * 12), keys)
     _colours(whole, axes, chart.panels)
     _legend(whole, keys, size[0])
     return whole
 
 
-def _panel(axes: Any, panel: Panel, letters: int, keys: dict[Key, Any]) -> None:
-    """Draw a panel, and add to `keys` what a legend shows of it."""
+def _panel(
+    axes: Any, panel: Panel, alike: dict[str, list[Panel]], letters: int, keys: dict[Key, Any]
+) -> None:
+    """Draw a panel on the axes of those `alike`; add to `keys` what a legend shows of it."""
     axes.set_title(_plain(textwrap.fill(panel.title, letters)), loc="left", color=INK)
-    axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
+    axes.set(
+        xlabel=_plain(textwrap.fill(panel.x, letters)), ylabel=_plain(textwrap.fill(panel.y, 32))
+    )
     if look.empty(panel):
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "nothing to show", transform=axes.transAxes, ha="center", color="#666")
@@ -103,11 +107,12 @@ def _panel(axes: Any, panel: Panel, letters: int, keys: dict[Key, Any]) -> None:
         axes.set_yscale("log", nonpositive="clip")
     if not look.heats([panel]):
         axes.grid(axis="y")
-    if ticks := look.ticks(panel):
-        axes.set_xticks(ticks)
+        axes.set_ylim(look.y_range(alike["y"]))
+        axes.set_xlim(look.x_range(alike["x"])[1:])
+        if ticks := look.ticks(alike["x"]):
+            axes.set_xticks(ticks)
     side = [mark for mark in panel.marks if isinstance(mark, Bars | Boxes)]
-    step, (least, largest) = look.places(side)
-    wide = 0.8 * step / max(1, len(side))
+    wide = 0.8 * look.x_range(alike["x"])[0] / max(1, len(side))
     left = -(len(side) - 1) / 2 * wide
     for mark in panel.marks:
         match mark:
@@ -124,8 +129,6 @@ def _panel(axes: Any, panel: Panel, letters: int, keys: dict[Key, Any]) -> None:
         if handle is not None:
             dashed = isinstance(mark, Line) and mark.dashed
             keys.setdefault((mark.label, mark.colour, dashed), handle)
-    if side:
-        axes.set_xlim(least, largest)
 
 
 def _line(axes: Any, line: Line, log: bool) -> Any:

@@ -161,8 +161,12 @@ def _shares(runs: Mapping[str, Arrays]) -> list[Chart]:
             absent.append(f"{label} does not mix outputs into streams by one number each.")
         elif not np.isfinite(arrays["shares"]).all():
             absent.append(f"The streams of {label} are not finite.")
+        elif _even(arrays["shares"]):
+            value = arrays["shares"][0, 0]
+            absent.append(f"{label} counts all writers alike: each coefficient is {value:.4g}.")
     for label, arrays in runs.items():
-        if "shares" not in arrays or not np.isfinite(arrays["shares"]).all():
+        known = "shares" in arrays and np.isfinite(arrays["shares"]).all()
+        if not known or _even(arrays["shares"]):
             continue
         shares, streams = arrays["shares"], [str(k) for k in range(len(arrays["shares"]))]
         convex = _convex(shares)
@@ -191,6 +195,11 @@ def _shares(runs: Mapping[str, Arrays]) -> list[Chart]:
     return [Chart("life-shares", title, shows, absent=absent)]
 
 
+def _even(shares: Array) -> bool:
+    """Whether all writers count alike, as for PreNorm: there is nothing to draw."""
+    return bool(np.ptp(shares) < 1e-9)
+
+
 def _convex(shares: Array) -> bool:
     return bool(shares.min() >= 0 and np.abs(shares.sum(1) - 1).max() < 1e-3)
 
@@ -198,8 +207,6 @@ def _convex(shares: Array) -> bool:
 def _shares_seen(label: str, shares: Array, final: Array | None) -> str:
     """Who has most of each stream, and how much of the embedding is left."""
     unit = "share" if _convex(shares) else "coefficient"
-    if np.ptp(shares) < 1e-9:
-        return f"Every {unit} of {label} is {shares[0, 0]:.2f}."
     most = np.abs(shares).argmax(1)
     largest = shares[np.arange(len(shares)), most]
     if len(shares) <= NAMED:

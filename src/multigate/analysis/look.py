@@ -79,24 +79,34 @@ def empty(panel: Panel) -> bool:
     return not any(len(extent(mark, panel.log_y)) for mark in panel.marks)
 
 
-def alike(panels: Sequence[Panel]) -> list[int]:
-    """For each panel the first one whose y axis means the same: these share its range."""
+def alike(panels: Sequence[Panel], axis: str) -> list[int]:
+    """For each panel the first one whose axis, "x" or "y", means the same: they share a range."""
     first: dict[object, int] = {}
-    keys = [
-        (panel.y, panel.log_y) if not heats([panel]) and not empty(panel) else i
+    keys: list[object] = [
+        (getattr(panel, axis), panel.log_y and axis == "y")
+        if not empty(panel) and not heats([panel])
+        else i
         for i, panel in enumerate(panels)
     ]
     return [first.setdefault(key, i) for i, key in enumerate(keys)]
 
 
-def log_range(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The ends of a log axis that these panels share; the least bar has some height on it."""
+def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
+    """The ends of a y axis that these panels share; bars stand on its zero or have some height."""
     marks = [mark for panel in panels for mark in panel.marks]
-    values = np.concatenate([extent(mark, True) for mark in marks])
-    low, high = np.log10(values.min()), np.log10(values.max())
-    space = max(0.05 * (high - low), 0.05)
-    low = np.floor(low - 0.1) if any(isinstance(mark, Bars) for mark in marks) else low - space
-    return 10.0 ** max(low, -FAR), 10.0 ** min(high + space, FAR)
+    bars = any(isinstance(mark, Bars) for mark in marks)
+    log = panels[0].log_y
+    values = np.concatenate(
+        [extent(mark, log) for mark in marks] + [np.zeros(int(bars and not log))]
+    )
+    values = np.log10(values) if log else values
+    low, high = float(values.min()), float(values.max())
+    space = 0.05 * (high - low) or (0.05 if log else 0.1 * abs(high) or 1.0)
+    if not log:
+        bottom = low - space * (low < 0 or not bars)
+        return bottom, high + space * (high > 0 or not bars or bottom == high)
+    bottom = np.floor(low - 0.1) if bars else low - space
+    return 10.0 ** max(bottom, -FAR), 10.0 ** min(high + space, FAR)
 
 
 def heats(panels: Sequence[Panel]) -> dict[str, list[Heat]]:
@@ -157,32 +167,40 @@ def thinned(count: int, most: int) -> range:
     return range(0, count, max(1, -(-count // most)))
 
 
-def ticks(panel: Panel) -> list[int]:
+def x_range(panels: Sequence[Panel]) -> tuple[float, float, float]:
+    """The least distance of two places on an x axis that these panels share, and its ends.
+
+    Places without a bar count, so that it is seen that nothing stands there.
+    """
+    found = _places(panels)
+    if len(found) < 2:
+        middle = found[0] if len(found) else 0.0
+        return 1.0, middle - 1.5, middle + 1.5
+    step = float(np.diff(found).min())
+    marks = [mark for panel in panels for mark in panel.marks]
+    side = any(isinstance(mark, Bars | Boxes) for mark in marks)
+    space = 0.7 * step if side else 0.04 * (found[-1] - found[0])
+    return step, float(found[0] - space), float(found[-1] + space)
+
+
+def ticks(panels: Sequence[Panel]) -> list[int]:
     """Places on x to write, if these are numbers of blocks or sublayers; else nothing."""
-    marks = [mark for mark in panel.marks if not isinstance(mark, Heat)]
-    places = np.concatenate([shown(mark.x) for mark in marks] or [np.empty(0)])
-    places = places[np.isfinite(places)]
-    if not len(places) or not (places == places.round()).all():
+    found = _places(panels)
+    if not len(found) or not (found == found.round()).all():
         return []
-    least, largest = int(places.min()), int(places.max())
+    least, largest = int(found[0]), int(found[-1])
     step = -(-(largest - least + 1) // TICKS)
     if step > NUMBERED // TICKS:
         return []
     return [place for place in range(least, largest + 1) if place % step == 0]
 
 
-def places(side: Sequence[Bars | Boxes]) -> tuple[float, tuple[float, float]]:
-    """The distance of two places where bars or boxes stand, and the ends of an axis for them.
-
-    Places without a bar count, so that it is seen that nothing stands there.
-    """
-    found = np.unique(np.concatenate([shown(mark.x) for mark in side] or [np.empty(0)]))
-    found = found[np.isfinite(found)]
-    if len(found) < 2:
-        middle = found[0] if len(found) else 0.0
-        return 1.0, (middle - 1.5, middle + 1.5)
-    step = float(np.diff(found).min())
-    return step, (found[0] - 0.7 * step, found[-1] + 0.7 * step)
+def _places(panels: Sequence[Panel]) -> Array:
+    """Where on x these panels have anything; lines over bars stand where they like."""
+    marks = [mark for panel in panels for mark in panel.marks if not isinstance(mark, Heat)]
+    side = [mark for mark in marks if isinstance(mark, Bars | Boxes)]
+    found = np.unique(np.concatenate([shown(mark.x) for mark in side or marks] or [np.empty(0)]))
+    return found[np.isfinite(found)]
 
 
 def strength(panel: Panel) -> str:

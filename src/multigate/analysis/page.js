@@ -67,18 +67,23 @@
     const narrow = width < 650;
     const count = Math.min(figure.columns, narrow ? 1 : width < 900 ? 2 : 3);
     const rows = Math.ceil(panels.length / count);
-    const left = 42 + 6.5 * Math.max(4, ...panels.map((panel) => panel.letters));
+    const heat = panels.some((panel) => panel.cells);
+    const tall = heat ? 300 : narrow ? 230 : count === 1 ? 340 : 270;
+    const beside = panels.map((panel) => wrapped(panel.y ?? "", (heat ? 210 : tall) / 7.5));
+    const words = Math.max(...beside.map((lines) => lines.length));
+    const left = 26 + 16 * words + 6.5 * Math.max(4, ...panels.map((panel) => panel.letters));
     const right = bars.length && !narrow ? 84 : 14;
+    // A single map of few cells is not stretched over the whole page.
+    const most = heat && panels.length === 1 ? Math.max(360, 64 * panels[0].cells) : Infinity;
+    width = Math.min(width, left + right + most);
     const wide = (width - left - right - (count - 1) * (left + 10)) / count;
-    const heat = panels.some((panel) => panel.heat);
-    const high = heat
-      ? Math.min(300, Math.max(210, 0.72 * wide))
-      : narrow ? 230 : count === 1 ? 340 : 270;
+    const high = heat ? Math.min(tall, Math.max(210, 0.72 * wide)) : tall;
     const titles = panels.map((panel) => wrapped(panel.title ?? "", wide / 7));
     const over = 8 + LINE * Math.max(...titles.map((lines) => (lines[0] ? lines.length : 0)));
     const perRow = Math.max(1, Math.floor((width - 20) / (7 * Math.max(0, ...keys) + 52)));
     const legend = keys.length ? 14 + 20 * Math.ceil(keys.length / perRow) : 6;
-    const under = 52;
+    const below = panels.map((panel) => wrapped(panel.x ?? "", wide / 7));
+    const under = 36 + 16 * Math.max(...below.map((lines) => lines.length));
     const bottom = under + (bars.length && narrow ? 64 * bars.length : 0);
     const inner = rows * high + (rows - 1) * (under + over);
     const margin = { l: left, r: right, t: legend + over, b: bottom };
@@ -92,12 +97,13 @@
       const y1 = inner - Math.floor(i / count) * (high + under + over);
       const xs = [x0 / across, (x0 + wide) / across];
       const ys = [Math.max(0, (y1 - high) / inner), y1 / inner];
-      Object.assign(layout[`xaxis${id}`], { domain: xs, anchor: `y${id}` });
-      Object.assign(layout[`yaxis${id}`], { domain: ys, anchor: `x${id}` });
+      const title = (lines) => ({ text: lines.join("<br>") });
+      Object.assign(layout[`xaxis${id}`], { domain: xs, anchor: `y${id}`, title: title(below[i]) });
+      Object.assign(layout[`yaxis${id}`], { domain: ys, anchor: `x${id}`, title: title(beside[i]) });
       if (touch.matches) layout[`xaxis${id}`].fixedrange = layout[`yaxis${id}`].fixedrange = true;
-      const words = { showarrow: false, xref: "paper", yref: "paper", font: { size: 13 } };
+      const note = { showarrow: false, xref: "paper", yref: "paper", font: { size: 13 } };
       annotations.push({
-        ...words, text: titles[i].join("<br>"), align: "left",
+        ...note, text: titles[i].join("<br>"), align: "left",
         x: xs[0], xanchor: "left", y: ys[1], yanchor: "bottom", yshift: 3,
       });
       if (panel.empty) {
@@ -106,13 +112,13 @@
           line: { color: colour("grid"), width: 1 },
         });
         annotations.push({
-          ...words, text: "nothing to show", font: { color: colour("quiet"), size: 13 },
+          ...note, text: "nothing to show", font: { color: colour("quiet"), size: 13 },
           x: (xs[0] + xs[1]) / 2, xanchor: "center", y: (ys[0] + ys[1]) / 2, yanchor: "middle",
         });
       }
       for (const place of panel.endless ?? []) {
         annotations.push({
-          ...words, text: "∞", hovertext: "infinite", font: { size: 18 },
+          ...note, text: "∞", hovertext: "infinite", font: { size: 18 },
           xref: `x${id}`, x: place, y: ys[1], yanchor: "top",
         });
       }
@@ -131,9 +137,9 @@
     return {
       template: template(colour), ...layout, width, height, margin, annotations, shapes,
       dragmode: touch.matches ? false : "zoom",
-      bargap: 0.18, hoverdistance: 20,
+      hoverdistance: 20,
       legend: {
-        orientation: "h", xref: "container", x: left / width, xanchor: "left",
+        orientation: "h", xref: "container", x: narrow ? 0 : left / width, xanchor: "left",
         yref: "container", y: 1, yanchor: "top", traceorder: "normal",
       },
     };
@@ -153,7 +159,8 @@
       toImageButtonOptions: { filename: plot.dataset.name, scale: 2 },
     };
     // Plotly keeps the room of a colour bar that has moved: a new arrangement starts from nothing.
-    if (plot.data && plot.layout.width !== layout.width) Plotly.purge(plot);
+    if (plot.data && plot.dataset.width !== String(width(plot))) Plotly.purge(plot);
+    plot.dataset.width = width(plot);
     Plotly.react(plot, figure.data, layout, config);
   }
 

@@ -25,7 +25,7 @@ Trace = dict[str, Any]
 
 def plot(chart: Chart) -> dict[str, Any]:
     """`data` and `layout` of a plotly figure, and `panels`, `columns` and `keys` to arrange it."""
-    first = look.alike(chart.panels)
+    shared = {axis: look.alike(chart.panels, axis) for axis in ("x", "y")}
     layout: dict[str, Any] = {
         "hovermode": "closest" if look.heats(chart.panels) else "x unified",
         **_bars_of_colour(chart.panels),
@@ -33,13 +33,18 @@ def plot(chart: Chart) -> dict[str, Any]:
     data: list[Trace] = []
     panels = []
     for i, panel in enumerate(chart.panels):
-        number = str(i + 1) if i else ""
-        together = [other for k, other in enumerate(chart.panels) if first[k] == first[i]]
-        layout[f"xaxis{number}"], layout[f"yaxis{number}"] = _axes(panel, together)
-        if first[i] < i:
-            layout[f"yaxis{number}"]["matches"] = f"y{first[i] + 1}" if first[i] else "y"
-        traces = [] if look.empty(panel) else _traces(panel, list(look.heats(chart.panels)))
-        data += [trace | {"xaxis": f"x{number}", "yaxis": f"y{number}"} for trace in traces]
+        suffix = str(i + 1) if i else ""
+        alike = {
+            axis: [other for k, other in enumerate(chart.panels) if first[k] == first[i]]
+            for axis, first in shared.items()
+        }
+        for axis, made in zip("xy", _axes(panel, alike["x"], alike["y"]), strict=True):
+            layout[f"{axis}axis{suffix}"] = made
+            if shared[axis][i] < i:
+                made["matches"] = f"{axis}{shared[axis][i] + 1}" if shared[axis][i] else axis
+        step = look.x_range(alike["x"])[0]
+        traces = [] if look.empty(panel) else _traces(panel, step, list(look.heats(chart.panels)))
+        data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"} for trace in traces]
         panels.append(_note(panel))
     keys: dict[str, str] = {}
     for trace in data:
@@ -66,9 +71,11 @@ def _note(panel: Panel) -> dict[str, Any]:
     tick = f"{end:.0f}0" if end >= 1 else f"{end:.1g}0"
     note = {
         "title": panel.title,
+        "x": panel.x,
+        "y": panel.y,
         "empty": look.empty(panel),
         "letters": max((len(name) for names in rows for name in names), default=len(tick)),
-        "heat": bool(rows),
+        "cells": max((len(mark.x) for mark in panel.marks if isinstance(mark, Heat)), default=0),
         "endless": [
             number(place)
             for mark in panel.marks
@@ -80,9 +87,12 @@ def _note(panel: Panel) -> dict[str, Any]:
     return {key: value for key, value in note.items() if value}
 
 
-def _axes(panel: Panel, together: Sequence[Panel]) -> tuple[dict[str, Any], dict[str, Any]]:
-    x: dict[str, Any] = {"title": {"text": text(panel.x)}}
-    y: dict[str, Any] = {"title": {"text": text(panel.y)}}
+def _axes(
+    panel: Panel, like_x: Sequence[Panel], like_y: Sequence[Panel]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The axes of a panel, with the ranges of the panels that have the same."""
+    x: dict[str, Any] = {}
+    y: dict[str, Any] = {}
     if look.empty(panel):
         return {"visible": False}, {"visible": False}
     heat = next((mark for mark in panel.marks if isinstance(mark, Heat)), None)
@@ -95,14 +105,13 @@ def _axes(panel: Panel, together: Sequence[Panel]) -> tuple[dict[str, Any], dict
             y["autorange"] = "reversed"
         return x, y
     x["unifiedhovertitle"] = {"text": f"{text(panel.x)} %{{x}}"}
-    if ticks := look.ticks(panel):
+    x["range"] = numbers(look.x_range(like_x)[1:], 9)
+    if ticks := look.ticks(like_x):
         x["tickvals"] = ticks
-    side = [mark for mark in panel.marks if isinstance(mark, Bars | Boxes)]
-    if side:
-        x["range"] = [number(end) for end in look.places(side)[1]]
+    ends = np.array(look.y_range(like_y))
     if panel.log_y:
-        ends = np.log10(look.log_range(together))
-        y |= {"type": "log", "range": numbers(ends), **_decades(ends)}
+        y |= {"type": "log", **_decades(np.log10(ends))}
+    y["range"] = numbers(np.log10(ends) if panel.log_y else ends, 6)
     return x, y
 
 
@@ -110,21 +119,21 @@ def _decades(ends: Array) -> dict[str, Any]:
     """Ticks at 1, 2 and 5 of a short log axis, at whole decades of a long one."""
     wide = ends[1] - ends[0]
     if wide > 2:
-        return {"dtick": max(1, int(wide // 6))}
+        return {"dtick": max(1, int(wide // 6)), "tickformat": "~g"}
     tens = 10.0 ** np.arange(np.floor(ends[0]), np.ceil(ends[1]))
     return {"tickvals": numbers(np.outer(tens, (1, 2, 5)).ravel())}
 
 
-def _traces(panel: Panel, units: list[str]) -> list[Trace]:
+def _traces(panel: Panel, step: float, units: list[str]) -> list[Trace]:
     found: list[Trace] = []
-    for k, mark in enumerate(panel.marks):
+    for mark in panel.marks:
         match mark:
             case Line():
                 found.append(_line(mark, panel.log_y))
             case Bars():
-                found.append(_bars(mark, panel) | {"offsetgroup": str(k)})
+                found.append(_bars(mark, panel, step))
             case Boxes():
-                found += _boxes(mark, panel)
+                found += _boxes(mark, panel, step)
             case Heat() if mark.unit in units:
                 found.append(_heat(mark, panel, units.index(mark.unit)))
     return found
@@ -153,9 +162,12 @@ def _line(line: Line, log: bool) -> Trace:
     }
 
 
-def _bars(bars: Bars, panel: Panel) -> Trace:
+def _bars(bars: Bars, panel: Panel, step: float) -> Trace:
+    wide, aside = _room(bars, panel, step)
     trace = _named(bars.label, bars.colour) | {
         "type": "bar",
+        "width": number(0.94 * wide),
+        "offset": number(aside - 0.47 * wide),
         "x": numbers(bars.x, 9),
         "y": numbers(look.shown(bars.y, panel.log_y)),
         "marker": {"color": _colour(bars.colour), "opacity": int(look.strength(panel), 16) / 255},
@@ -167,11 +179,9 @@ def _bars(bars: Bars, panel: Panel) -> Trace:
     return trace
 
 
-def _boxes(boxes: Boxes, panel: Panel) -> list[Trace]:
+def _boxes(boxes: Boxes, panel: Panel, step: float) -> list[Trace]:
     """The boxes, the largest values beyond them, and what hovering says of both."""
-    sets = [mark for mark in panel.marks if isinstance(mark, Boxes)]
-    wide = 0.8 * look.places(sets)[0] / len(sets)
-    aside = wide * (next(k for k, mark in enumerate(sets) if mark is boxes) - (len(sets) - 1) / 2)
+    wide, aside = _room(boxes, panel, step)
     drawn = look.whiskers(boxes.boxes, panel.log_y)
     there = np.isfinite(drawn[:, 0])
     drawn, known = drawn[there], np.array(boxes.boxes, dtype=np.float64)[there]
@@ -194,6 +204,14 @@ def _boxes(boxes: Boxes, panel: Panel) -> list[Trace]:
         "<br>least %{customdata[0]:.3~g}, largest %{customdata[4]:.3~g}"
     )
     return [box, beyond, said]
+
+
+def _room(mark: Bars | Boxes, panel: Panel, step: float) -> tuple[float, float]:
+    """How wide a bar or box is where several stand side by side, and how far from their middle."""
+    side = [other for other in panel.marks if isinstance(other, Bars | Boxes)]
+    wide = 0.8 * step / len(side)
+    place = next(k for k, other in enumerate(side) if other is mark)
+    return wide, wide * (place - (len(side) - 1) / 2)
 
 
 def _heat(heat: Heat, panel: Panel, unit: int) -> Trace:
