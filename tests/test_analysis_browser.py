@@ -346,7 +346,7 @@ def test_forty_figures_are_usable_soon(browser, tmp_path):
 def test_the_report_of_every_residual(browser, every, folder, tmp_path):
     """Not the sample of the other tests: what `multigate analyze` makes of ten trained runs."""
     config = AnalyzeConfig((every,), out=tmp_path, samples=6, device="cpu", figures=False)
-    path = analyze(config, Console(file=io.StringIO()))
+    path = analyze(config, Console(file=io.StringIO())).path
     opened = Opened(browser, path.as_uri(), viewport={"width": 1280, "height": 900})
     opened.page.screenshot(path=folder / "report-of-ten.png", full_page=True)
     assert opened.complaints == []

@@ -4,16 +4,18 @@ import io
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 import multigate as mg
 from multigate.__main__ import main
 from multigate.analysis.command import AnalyzeConfig, ReportConfig, analyze, report
-from multigate.analysis.measure import FAMILIES
+from multigate.analysis.measure import FAMILIES, measure
 from multigate.checkpoint import checkpoints
 from runs import prepared
 
@@ -32,8 +34,8 @@ def look(*places, out, **changes):
     config = AnalyzeConfig(
         runs=places, out=out, samples=6, prune_samples=3, device="cpu", figures=False
     )
-    path = analyze(replace(config, **changes), Console(file=shown, width=500))
-    return path.read_text(), shown.getvalue()
+    made = analyze(replace(config, **changes), Console(file=shown, width=500))
+    return made.path.read_text(), shown.getvalue()
 
 
 def test_every_residual_is_analysed(every, tmp_path):
@@ -99,6 +101,18 @@ def damaged_state(run, other):
     return "is damaged"
 
 
+def empty_state(run, other):
+    for path in checkpoints(run):
+        (path / "state.json").write_text("{}")
+    return "its state.json has no step, model, data, tokenizer, versions"
+
+
+def another_state(run, other):
+    for path in checkpoints(run):
+        (path / "state.json").write_text("[]")
+    return "its state.json holds no table"
+
+
 def lost_data(run, other):
     change_state(run, lambda state: state.update(data=str(run / "gone")))
     return "gone"
@@ -125,7 +139,7 @@ def change_state(run, change):
 
 BAD = [
     *(without_checkpoints, truncated_log, unknown_residual, from_the_future, damaged_weights),
-    *(damaged_state, lost_data, another_tokenizer, short_text),
+    *(damaged_state, empty_state, another_state, lost_data, another_tokenizer, short_text),
 ]
 
 
@@ -144,6 +158,80 @@ def test_what_is_bad_is_one_sentence_and_the_rest_appears(spoil, runs, tmp_path)
     assert "<tr" in page
 
 
+def test_what_was_measured_before_an_error_stays(every, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr("multigate.analysis.pruning.block_pruning", full)
+    page, shown = look(every / "prenorm", out=tmp_path)
+    assert "prenorm: the GPU's memory is full: give a smaller --batch." in shown
+    assert "Angular distance, prenorm" in page
+    assert "Block pruning" not in page
+
+
+def test_pruning_reads_text_from_all_over(every, tmp_path, monkeypatch):
+    seen = []
+
+    def noted(model, rows, *_):
+        seen.append(rows)
+        return {}
+
+    monkeypatch.setattr("multigate.analysis.pruning.block_pruning", noted)
+    model = mg.GPT(mg.preset("tiny", residual="prenorm", context=8))
+    rows = torch.arange(90).reshape(10, 9)
+    measure(model, rows, 3)
+    assert seen[0][:, 0].tolist() == [0, 36, 81]
+
+
+def test_the_page_says_what_was_done(every, tmp_path):
+    page, _ = look(every / "hc", every / "prenorm", out=tmp_path, checkpoint="last", samples=5)
+    assert page.count("step-00000002") == 2
+    for words in ("--samples 5", "--checkpoint last", "--figures False", f"--out {tmp_path}"):
+        assert words in page
+    assert "--split" not in page
+
+
+def test_runs_on_different_text_are_not_compared_unsaid(every, runs, tmp_path):
+    other = prepared(tmp_path / "other", count=30)
+    change_state(runs / "prenorm", lambda state: state.update(data=str(other)))
+    _, shown = look(runs, out=tmp_path / "out")
+    assert "The runs were measured on different text: numbers may not be compared." in shown
+
+
+def test_a_new_report_takes_the_files_of_the_old_one_away(every, tmp_path):
+    look(every / "hc", out=tmp_path)
+    (tmp_path / "numbers" / "mine.txt").touch()
+    look(every / "prenorm", out=tmp_path)
+    names = {path.name for path in (tmp_path / "numbers").iterdir()}
+    assert {"prenorm.npz", "mine.txt"} <= names
+    assert "hc.npz" not in names
+
+
+def test_a_folder_that_cannot_be_written(every, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="the report cannot be kept in .*: choose a folder"):
+        look(every / "hc", out=tmp_path / "file")
+
+
+def test_without_plotly_it_is_said_before_anything_is_measured(every, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ValueError, match=r"needs the package plotly: pip install 'multigate\[plot"):
+        look(every / "hc", out=tmp_path)
+
+
+def test_names_with_brackets_are_shown_as_they_are(every, tmp_path):
+    shutil.copytree(every / "prenorm", tmp_path / "[red]b")
+    page, shown = look(tmp_path / "[red]b", out=tmp_path / "out")
+    assert "[red]b: step-00000002" in shown
+    assert "[red]b" in page
+
+
+def test_no_run_at_all_could_be_measured(every, tmp_path, capsys):
+    flags = ["--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert main(["analyze", str(every / "hc"), *flags, "--figures", "False"]) == 1
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 def test_a_single_checkpoint_and_another_text(every, tmp_path):
     (path,) = checkpoints(every / "highway")
     other = prepared(tmp_path / "other", count=20)
@@ -155,8 +243,8 @@ def test_a_single_checkpoint_and_another_text(every, tmp_path):
 def test_a_report_from_logs_alone(runs, tmp_path, capsys):
     shutil.rmtree(runs / "prenorm" / "checkpoints")
     (runs / "prenorm" / "log.jsonl").open("ab").write(b'{"event": "tra')
-    path = report(ReportConfig(runs=(runs,), out=tmp_path / "out"), Console(width=500))
-    page = path.read_text()
+    made = report(ReportConfig(runs=(runs,), out=tmp_path / "out"), Console(width=500))
+    page = made.path.read_text()
     assert "mgr-competitive" in page
     assert "Angular distance" not in page
     assert "1 line was left out of log.jsonl" in capsys.readouterr().out

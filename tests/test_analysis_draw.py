@@ -44,7 +44,7 @@ def test_no_figure_takes_the_file_of_another(tmp_path):
     panel = CHARTS["one"].panels[0]
     chosen = [Chart(name, "", "", [panel]) for name in ("a/b", "a b", "A-B", "../../up", "???")]
     names = [path.name for path in draw(chosen, tmp_path)[::2]]
-    assert names == ["a-b.png", "a-b-2.png", "A-B-3.png", "up.png", "figure.png"]
+    assert names == ["a-b.png", "a-b-2.png", "A-B-3.png", "up.png", "run.png"]
     assert {path.parent for path in tmp_path.rglob("*.png")} == {tmp_path}
 
 
@@ -208,3 +208,10 @@ def test_drawing_needs_no_pyplot_and_leaves_the_style_alone(tmp_path):
     text = (tmp_path / "x.pdf").read_bytes()
     assert b"/Type3" not in text  # fonts that editors and publishers accept
     assert RUNS[0] in [text.get_text() for text in figure(CHARTS["one"]).legends[0].get_texts()]
+
+
+def test_a_bar_that_is_missing_says_why():
+    bars = Bars("run", [1, 2, 3], [np.nan, 2.0, np.inf], missing="cannot be removed")
+    (axes,) = figure(Chart("c", "t", "s", [Panel("p", "block", "change", [bars])])).axes
+    words = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    assert words == {"cannot be removed": 1, "∞": 3}

@@ -10,7 +10,7 @@ import multigate as mg
 from multigate.analysis import dynamics
 from multigate.analysis.dynamics import Dynamics, gradients, training_dynamics
 from multigate.analysis.probe import watch
-from traced import by_hand, loss_by_hand, sample, small
+from traced import by_hand, loss_by_hand, of_one_size, sample, small
 
 NAMES = mg.residual_names()
 
@@ -52,7 +52,7 @@ def test_output_rms_is_that_of_a_plain_loop(name):
     with torch.no_grad():
         trace = by_hand(model, tokens)
     found = seen.result()
-    close(found["output_rms"], [rms(h) for h in trace.hidden[2::2]])
+    close(found["output_rms"], [rms(h) for h in of_one_size(trace, name)[2::2]])
     close(found["sublayer_rms"], [rms(y) for y in trace.outputs])
 
 
@@ -195,9 +195,16 @@ def test_an_unread_hidden_state_has_no_gradient():
     assert (np.delete(hidden, (6, 7)) > 0).all()
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (5,)])
-def test_one_token_has_no_next(shape):
-    with pytest.raises(ValueError, match="T at least 2"):
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((3, 1), "at least 2 tokens in a sample"),
+        ((5,), r"tokens must be of shape \[samples, T\] and not empty, got \(5,\)"),
+        ((0, 8), "and not empty"),
+    ],
+)
+def test_tokens_that_are_too_few(shape, said):
+    with pytest.raises(ValueError, match=said):
         training_dynamics(small(), torch.zeros(shape, dtype=torch.long))
 
 

@@ -193,8 +193,8 @@ def test_the_figure_of_speed():
     assert list(lines[0].x) == [1, 2, 3]
     close(lines[0].y, slow[:, 0])
     assert chart.seen == (
-        "The streams of slow change by 0.250 (stream 1) to 0.333 (stream 0) of their length at a "
-        "sublayer on average. The stream of one changes by 0.300 of its length at a sublayer."
+        "The streams of slow change by 0.250 (stream 1) to 0.500 (stream 0) of their length at the "
+        "median sublayer. The stream of one changes by 0.300 of its length at the median sublayer."
     )
     far = charts(runs | {"far": {"speed": np.array([[20.0]])}})[0]
     assert all(panel.log_y for panel in far.panels)
@@ -206,7 +206,9 @@ def test_the_figure_of_shares():
     gated = {"speed": np.ones((2, 2)), "shares": shares, "final": np.array([0.25, 0.25, 0.5])}
     free = {"speed": np.ones((2, 1)), "shares": np.array([[1.0, -2.0, 0.5]])}
     speeds, first, second = charts({"gated": gated, "none": {"speed": np.ones((2, 1))}, "hc": free})
-    assert first.absent == ["none does not mix outputs into streams by one number each."]
+    assert first.absent == [
+        "What the sublayers of none write goes into its streams in a way that shares cannot tell."
+    ]
     assert list(second.absent) == []
     (heat,) = first.panels[0].marks
     close(heat.values, [*shares, gated["final"]])

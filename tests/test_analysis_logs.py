@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from multigate.analysis import logs
-from multigate.analysis.store import file_name, listed, save
+from multigate.analysis.store import free_name, listed, save
 from runs import run, small
 
 
@@ -29,6 +29,12 @@ def copied(folder, tmp_path, lines):
 
 def log_lines(folder):
     return (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+
+
+BAD_LINES = [
+    *(b'{"event": "train", "st', b"\xff\xfe\n", b"[]\n", b"{}\n"),
+    b'{"event": "train", "step": null, "loss": 1.0}\n',
+]
 
 
 def test_what_a_run_says(trained):
@@ -56,7 +62,7 @@ def test_a_run_that_is_still_going_on(trained, tmp_path):
     assert "Not finished: early." in logs.charts([log])[0].seen
 
 
-@pytest.mark.parametrize("bad", [b'{"event": "train", "st', b"\xff\xfe\n", b"[]\n", b"{}\n"])
+@pytest.mark.parametrize("bad", BAD_LINES)
 def test_a_damaged_line_is_said_and_left_out(trained, tmp_path, bad):
     lines = log_lines(trained)
     log = logs.read_run(copied(trained, tmp_path, [*lines, bad]), "bad")
@@ -73,6 +79,56 @@ def test_without_settings_or_log(tmp_path):
     charts = logs.charts([log])
     assert charts[0].panels == ()
     assert charts[0].absent == ["nothing has no steps in its log."]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ('model = "x"', "not one of `multigate train`"),
+        ('steps = "many"', "not one of `multigate train`"),
+        ("steps =", "its config.toml cannot be read"),
+    ],
+)
+def test_settings_that_are_none(trained, tmp_path, change, sentence):
+    folder = copied(trained, tmp_path, log_lines(trained))
+    (folder / "config.toml").write_text(change)
+    log = logs.read_run(folder, "odd")
+    assert len(log.problems) == 1
+    assert sentence in log.problems[0]
+    assert logs.row(log)[2:5] == ["?", "33,093", "12"]
+
+
+def test_a_log_that_is_a_folder_and_parameters_that_are_a_word(trained, tmp_path):
+    lines = [
+        line.replace(b'"parameters": ', b'"parameters": "many", "p": ')
+        for line in log_lines(trained)
+    ]
+    folder = copied(trained, tmp_path, lines)
+    assert logs.row(logs.read_run(folder, "odd"))[3] == "?"
+    (folder / "log.jsonl").unlink()
+    (folder / "log.jsonl").mkdir()
+    problems = logs.read_run(folder, "odd").problems
+    assert problems[0] == "odd: its log.jsonl cannot be read (Is a directory)."
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"residual": "prenorm"}, "-"),
+        ({"residual": "mgr-competitive"}, "4"),
+        ({"residual": "mgr-competitive", "model": {"streams": 8}}, "8"),
+        ({"residual": "quantum"}, "?"),
+        ({}, "?"),
+    ],
+)
+def test_the_number_of_streams(config, shown):
+    assert logs.streams(config) == shown
+
+
+def test_a_run_keeps_its_colour_where_another_has_no_steps(trained, tmp_path):
+    whole = logs.read_run(trained, "whole")
+    (chart, *_) = logs.charts([logs.read_run(tmp_path, "none"), whole])
+    assert [line.colour for panel in chart.panels for line in panel.marks] == [1, 1]
 
 
 def test_a_loss_that_was_not_finite_is_a_gap_not_an_error(trained, tmp_path):
@@ -128,4 +184,10 @@ def test_numbers_come_back_from_every_file(tmp_path):
         "a<b,counts,1,,,3",
         "a<b,one,,,,0.25",
     ]
-    assert file_name("../..") == "run"
+
+
+def test_files_of_two_runs_have_two_names():
+    taken = set()
+    labels = ["r 1", "r-1", "R:1", "../..", "x" * 200, "x" * 201]
+    names = [free_name(label, taken) for label in labels]
+    assert names == ["r-1", "r-1-2", "R-1-3", "run", "x" * 60, "x" * 60 + "-2"]

@@ -7,7 +7,7 @@ import torch
 import multigate as mg
 from multigate.analysis import massive
 from multigate.analysis.massive import massive_activations
-from traced import by_hand, sample, small
+from traced import by_hand, of_one_size, sample, small
 
 STREAMS = {"hc", "mhc", "mhc-lite", "mgr-independent", "mgr-competitive"}
 
@@ -22,7 +22,7 @@ def test_the_largest_are_those_of_a_sort(name):
     found = massive_activations(model, tokens, batch=3)
     with torch.no_grad():
         trace = by_hand(model, tokens)
-    for i, h in enumerate(trace.hidden[1:]):
+    for i, h in enumerate(of_one_size(trace, name)[1:]):
         values = np.sort(np.abs(h.numpy()).ravel())
         close(found["hidden"][i], values[:-4:-1])
         close(found["mean"][i], values.sum() / len(values))
@@ -104,11 +104,11 @@ def test_charts_split_attention_from_ffn():
         assert [panel.title for panel in chart.panels] == ["one", "many"]
         for panel in chart.panels:
             assert panel.log_y
-            assert [line.label for line in panel.marks] == ["top 1", "top 2", "top 3", "mean"]
+            assert [line.label for line in panel.marks] == ["top 3", "top 2", "top 1", "mean"]
             assert [line.dashed for line in panel.marks] == [False] * 3 + [True]
             assert all([*line.x] == numbers for line in panel.marks)
     assert [*attention.panels[0].marks[1].y] == [2, 8, 14, 20]
-    assert [*ffn.panels[0].marks[0].y] == [6, 12, 18, 24]
+    assert [*ffn.panels[0].marks[2].y] == [6, 12, 18, 24]
     assert "one 21 after sublayer 7, 42 times the mean there" in attention.seen
     assert "one 24 after sublayer 8, 48 times the mean there" in ffn.seen
     (panel,) = streams.panels

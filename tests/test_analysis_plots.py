@@ -113,3 +113,12 @@ def test_ten_colours_stay_apart_for_the_colour_blind(theme):
         light = [np.clip(np.array(seen) @ linear(THEMES[theme][f"c{i}"]), 0, 1) for i in range(10)]
         places = [100 * np.array(lab) @ np.cbrt(np.array(cones) @ c) for c in light]
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2)) > 7
+
+
+def test_a_bar_that_is_missing_says_why():
+    bars = Bars("run", [1, 2], [np.nan, 2.0], missing="cannot be <removed>")
+    (panel,) = plots.plot(Chart("c", "t", "s", [Panel("p", "block", "change", [bars])]))["panels"]
+    assert panel["missing"] == [[1, "cannot be &lt;removed&gt;"]]
+    bars = Bars("run", [1, 2], [np.nan, 2.0])
+    (panel,) = plots.plot(Chart("c", "t", "s", [Panel("p", "block", "change", [bars])]))["panels"]
+    assert "missing" not in panel

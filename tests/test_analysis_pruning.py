@@ -159,20 +159,21 @@ def test_charts_have_a_panel_for_each_run():
         assert [panel.title for panel in chart.panels] == ["a", "b"]
         assert [panel.marks[0].colour for panel in chart.panels] == [0, 1]
         assert [*chart.panels[0].marks[0].x] == [1, 2, 3]
-        assert [*chart.panels[1].marks[0].x] == [3, 4]
+        assert [*chart.panels[1].marks[0].x] == [1, 2, 3, 4]
+        assert chart.panels[1].marks[0].missing == "cannot be removed"
         assert chart.absent == ["Blocks 1 and 2 of b make its streams and cannot be removed."]
     assert all(panel.log_y for panel in ppl.panels)
     assert not any(panel.log_y for panel in loss.panels)
-    close(loss.panels[1].marks[0].y, [1, 2])
-    close(ppl.panels[1].marks[0].y, np.exp([3, 4]) - np.exp(2))
+    close(loss.panels[1].marks[0].y, [np.nan, np.nan, 1, 2])
+    close(ppl.panels[1].marks[0].y, [np.nan, np.nan, *(np.exp([3, 4]) - np.exp(2))])
     assert "the loss of a changes by +0.5 (block 3) to +3 (block 1)" in loss.seen
-    assert len(ppl.panels[1].marks[0].notes) == 2
+    assert len(ppl.panels[1].marks[0].notes) == 4
 
 
-def test_a_bar_that_a_log_axis_cannot_have_is_left_out():
+def test_a_bar_that_a_log_axis_cannot_have_is_named():
     ppl, loss = pruning.charts({"a": run([1.0, -0.1, 0.0, 2000.0])})
-    assert [*ppl.panels[0].marks[0].x] == [1]
-    assert [*loss.panels[0].marks[0].x] == [1, 2, 3, 4]
+    assert [*ppl.panels[0].marks[0].x] == [*loss.panels[0].marks[0].x] == [1, 2, 3, 4]
+    assert ppl.panels[0].marks[0].y[3] == np.inf
     assert "of a is no higher without blocks 2 or 3" in ppl.seen
     assert "of a is too large to be a number without block 4." in ppl.seen
     assert not ppl.absent

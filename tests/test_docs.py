@@ -25,7 +25,7 @@ def blocks(text, language):
 def shell(command, folder, timeout=600):
     """Run a line as a reader would: the virtual environment of the tests is not active."""
     kept = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    kept["MAKEFLAGS"] = ""
+    kept |= {"MAKEFLAGS": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, shell=True, cwd=folder, env=kept, capture_output=True, text=True, timeout=timeout
     )
@@ -71,16 +71,13 @@ def test_the_commands_of_the_readme_are_these():
     ]
 
 
-def test_make_demo():
-    shown = shell("make demo STEPS=2", ROOT)
-    for word in ("order-1 byte counts", "GPT, prenorm", "GPT, mgr-competitive", "Done in"):
-        assert word in shown
-
-
 @pytest.mark.slow
 def test_make_demo_from_a_fresh_clone(tmp_path):
     shown = shell("make demo STEPS=2", fresh_copy(tmp_path))
-    assert "GPT, mgr-competitive" in shown
+    for word in ("order-1 byte counts", "GPT, prenorm", "GPT, mgr-competitive", "Done in"):
+        assert word in shown
+    assert f"The report: {tmp_path}/demo-report/report.html" in shown
+    assert "mgr-competitive" in (tmp_path / "demo-report/report.html").read_text()
     installed = tmp_path / ".venv" / "bin"
     assert (installed / "multigate").exists()
     assert not (installed / "ruff").exists(), "the demo needs nothing of the developers'"
@@ -104,7 +101,7 @@ def test_train_your_own(tmp_path):
     for line in "".join(blocks(README, "bash")[2:]).splitlines():
         few = {"train": short, "eval": " --tokens 4096", "analyze": " --samples 4"}
         shortened = next((flags for word, flags in few.items() if f" {word} " in line), "")
-        shown += shell("OMP_NUM_THREADS=1 " + line + shortened, tmp_path)
+        shown += shell(line + shortened, tmp_path)
     assert "data/python: train" in shown
     assert "bits per byte" in shown
     assert "processes 2 x" in shown

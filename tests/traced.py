@@ -55,6 +55,12 @@ def by_hand(model, tokens, skipped=()):
     return found
 
 
+def of_one_size(trace, name):
+    """The hidden states, with the mean of the streams in the place of their sum at the end."""
+    ends_with_a_sum = name in ("hc", "mhc", "mhc-lite")
+    return [*trace.hidden[:-1], trace.streams[-1].mean(2) if ends_with_a_sum else trace.hidden[-1]]
+
+
 def loss_by_hand(model, tokens, skipped=()):
     """Mean over all predicted tokens of -log p(next token)."""
     logits = by_hand(model, tokens[:, :-1], skipped).logits

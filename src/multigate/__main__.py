@@ -83,8 +83,7 @@ def analyze(arguments: Sequence[str]) -> int:
     """look into trained runs: every figure of the paper, as a page and as files"""
     from .analysis.command import AnalyzeConfig, analyze
 
-    analyze(parse(AnalyzeConfig, arguments, "analyze"))
-    return 0
+    return 0 if analyze(parse(AnalyzeConfig, arguments, "analyze")).measured else 1
 
 
 def report(arguments: Sequence[str]) -> int:

@@ -29,6 +29,8 @@ from .distributed import World, barrier
 from .optim.sharded import is_sharded
 
 NAME = re.compile(r"step-\d{8,}")
+NEEDED = ("step", "model", "data", "tokenizer", "versions")
+"""Of a state.json, what no model can be made without."""
 
 
 class CheckpointError(OSError):
@@ -47,11 +49,26 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def read_state(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("its state.json holds no table")
+        return state
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint {path} is damaged ({error}): remove it to go on from the one before."
         ) from None
+
+
+def complete(path: Path) -> dict[str, Any]:
+    """`read_state`, with all that a model can be made from."""
+    state = read_state(path)
+    missing = [name for name in NEEDED if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged (its state.json has no {', '.join(missing)}): use "
+            "another one."
+        )
+    return state
 
 
 def best(run: Path) -> Path | None:
@@ -69,14 +86,14 @@ def best(run: Path) -> Path | None:
 def open_run(run: Path, which: str = "best") -> tuple[Path, dict[str, Any]]:
     """A run's checkpoint and its state; `run` may be a checkpoint itself."""
     if (run / "state.json").exists():
-        return run, read_state(run)
+        return run, complete(run)
     found = checkpoints(run)
     if not found:
         raise FileNotFoundError(
             f"{run} holds no checkpoint: give the folder of a run of `multigate train`."
         )
     path = (best(run) if which == "best" else None) or found[-1]
-    return path, read_state(path)
+    return path, complete(path)
 
 
 def read_tensors(path: Path, targets: Mapping[str, Tensor], optional: str | None = None) -> None:

@@ -97,7 +97,8 @@ def generate_stream(
     if longest + max_new_tokens > context and not slide:
         raise ValueError(
             f"{longest} tokens of prompt and {max_new_tokens} new ones exceed the context of "
-            f"{context}: ask for at most {context - longest}, or let the context slide (slide=True)."
+            f"{context}: ask for at most {context - longest}, or let the context slide with "
+            "slide=True."
         )
     if vocab_size is not None and not 1 <= vocab_size <= model.config.vocab_size:
         raise ValueError(

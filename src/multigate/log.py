@@ -45,8 +45,8 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    whole = isinstance(record, dict) and "event" in record and "step" in record
-    return record if whole else None
+    whole = isinstance(record, dict) and "event" in record
+    return record if whole and isinstance(record.get("step"), int) else None
 
 
 def rewind(path: Path, step: int) -> None:

@@ -17,8 +17,8 @@ CLAIM = (
 
 
 SHOWS = (
-    "How far the last token's vector turns from the input of block l to that of block l + n, 0.5 "
-    "being a right angle."
+    "How far the last token's vector turns from the input of block l to that of block l + n (the "
+    "model's output after the last block), 0.5 being a right angle."
 )
 
 
@@ -115,7 +115,8 @@ def _panel(title: str, distances: Array) -> Panel:
     for n in range(1, places):
         by_step[n - 1, : places - n] = np.diagonal(distances, n)
     numbers = np.arange(1, places)
-    heat = Heat(by_step, numbers, numbers, "angular distance", 0.0, 0.6)
+    far = max(0.6, float(np.nanmax(by_step, initial=0.0)))
+    heat = Heat(by_step, numbers, numbers, "angular distance", 0.0, far)
     return Panel(title, "block l", "n blocks later", [heat])
 
 
@@ -135,8 +136,8 @@ def _seen(label: str, arrays: Arrays) -> str:
     far = {k: np.nanmean(steps) for k, steps in enumerate(found) if np.isfinite(steps).any()}
     if far:
         least, most = min(far, key=far.__getitem__), max(far, key=far.__getitem__)
-        text += (
-            f" Its streams turn by {far[least]:.3f} (stream {least}) to {far[most]:.3f} "
-            f"(stream {most}) a block."
-        )
+        turned = f"{far[least]:.3f} (stream {least})"
+        if least != most:
+            turned += f" to {far[most]:.3f} (stream {most})"
+        text += f" Its streams turn by {turned} a block."
     return text

@@ -21,13 +21,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each x; several sets stand side by side. `notes` replaces what hovering shows."""
+    """A bar for each x; several sets stand side by side. `notes` replaces what hovering shows.
+
+    Where y is NaN the word `missing`, if there is one, stands in the place of the bar.
+    """
 
     label: str
     x: Sequence[float] | Array
     y: Sequence[float] | Array
     colour: int = 0
     notes: Sequence[str] = ()
+    missing: str = ""
 
 
 @dataclass(frozen=True)

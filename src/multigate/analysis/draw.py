@@ -1,6 +1,5 @@
 """Charts as PNG and PDF files, by matplotlib and without a display."""
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from multigate.data.optional import optional
 
 from . import look
 from .chart import Bars, Boxes, Chart, Heat, Line, Panel
+from .store import free_name
 
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p")
 STYLE = {
@@ -40,7 +40,7 @@ def draw(charts: Iterable[Chart], folder: Path) -> list[Path]:
     for chart in charts:
         if not chart.panels:
             continue
-        name = _free(chart.name, taken)
+        name = free_name(chart.name, taken)
         with matplotlib.rc_context(STYLE):
             drawn = figure(chart)
             drawn.get_layout_engine().execute(drawn)
@@ -49,17 +49,6 @@ def draw(charts: Iterable[Chart], folder: Path) -> list[Path]:
                 drawn.savefig(path, dpi=150)
                 files.append(path)
     return files
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """`name` as a file name that no other figure has."""
-    safe = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60] or "figure"
-    found, count = safe, 1
-    while found.casefold() in taken:
-        count += 1
-        found = f"{safe}-{count}"
-    taken.add(found.casefold())
-    return found
 
 
 def figure(chart: Chart) -> Any:
@@ -158,6 +147,16 @@ def _bars(axes: Any, bars: Bars, panel: Panel, places: Any, wide: float) -> Any:
             color=_colour(bars.colour),
             ha="center",
             va="top",
+        )
+    for place in places[np.isnan(np.array(bars.y, dtype=np.float64))] if bars.missing else ():
+        axes.text(
+            *(place, 0.02, _plain(bars.missing)),
+            fontsize=8,
+            transform=axes.get_xaxis_transform(),
+            color="#666",
+            rotation=90,
+            ha="center",
+            va="bottom",
         )
     return drawn
 

@@ -26,8 +26,9 @@ MOST = 30
 class Dynamics:
     """Mean over tokens of rms(v) = sqrt(mean_d v_d^2), without eps.
 
-    Recorded: `output_rms` [blocks], of the hidden state after each block; and `sublayer_rms`
-    [depth], of what each sublayer writes, NaN for one that was skipped.
+    Recorded: `output_rms` [blocks], of the hidden state after each block (of a residual whose
+    output is the sum of n streams, a n-th of that); and `sublayer_rms` [depth], of what each
+    sublayer writes, NaN for one that was skipped.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Dynamics:
             self._outputs.setdefault(step.i, Mean()).add(_rms(step.output))
         block, rest = divmod(step.i + 1, BLOCK)
         if block and not rest:
-            self._hidden.setdefault(block, Mean()).add(_rms(step.hidden))
+            self._hidden.setdefault(block, Mean()).add(_rms(step.hidden) / step.summed)
 
     def result(self) -> Arrays:
         written = [

@@ -143,13 +143,15 @@ def _speed_seen(label: str, values: Array) -> str:
     there = np.flatnonzero(np.isfinite(values).any(0))
     if not there.size:
         return f"The streams of {label} are not finite."
-    mean = np.nanmean(values[:, there], axis=0)
+    mean = np.nanmedian(values[:, there], axis=0)
     if there.size == 1:
-        return f"The stream of {label} changes by {mean[0]:.3f} of its length at a sublayer."
+        return (
+            f"The stream of {label} changes by {mean[0]:.3f} of its length at the median sublayer."
+        )
     slow, fast = int(np.argmin(mean)), int(np.argmax(mean))
     return (
         f"The streams of {label} change by {mean[slow]:.3f} (stream {there[slow]}) to "
-        f"{mean[fast]:.3f} (stream {there[fast]}) of their length at a sublayer on average."
+        f"{mean[fast]:.3f} (stream {there[fast]}) of their length at the median sublayer."
     )
 
 
@@ -158,7 +160,12 @@ def _shares(runs: Mapping[str, Arrays]) -> list[Chart]:
     absent, drawn = [], list[Chart]()
     for label, arrays in runs.items():
         if "shares" not in arrays:
-            absent.append(f"{label} does not mix outputs into streams by one number each.")
+            absent.append(
+                f"What the sublayers of {label} write goes into its streams in a way that shares "
+                "cannot tell."
+                if "speed" in arrays
+                else f"{label} carries no streams."
+            )
         elif not np.isfinite(arrays["shares"]).all():
             absent.append(f"The streams of {label} are not finite.")
         elif _even(arrays["shares"]):
@@ -218,6 +225,8 @@ def _shares_seen(label: str, shares: Array, final: Array | None) -> str:
             f"The largest {unit} in a stream of {label} is between {largest[low]:.2f} "
             f"({_writer(int(most[low]))} in stream {low}) and {largest[high]:.2f} "
             f"({_writer(int(most[high]))} in stream {high})."
+            if low != high
+            else f"Each stream of {label} is one writer's alone, to {largest[low]:.2f}."
         )
     left = f"{shares[:, 0].min():.3f} to {shares[:, 0].max():.3f}"
     if len(shares) == 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from multigate.log import MOVING_AVERAGE, read_records
+from multigate.residuals.base import default_streams
 
 from .chart import Chart, Line, Panel
 from .running import Array
@@ -61,13 +62,21 @@ def read_run(folder: Path, label: str) -> RunLog:
     except (OSError, ValueError) as error:
         config = {}
         problems.append(f"{label}: its config.toml cannot be read ({error}).")
-    records, damaged = read_records(folder)
+    if not isinstance(config.get("model", {}), dict) or not isinstance(config.get("steps", 0), int):
+        config = {}
+        problems.append(f"{label}: its config.toml is not one of `multigate train`.")
+    try:
+        records, damaged = read_records(folder)
+    except OSError as error:
+        records, damaged = [], 0
+        problems.append(f"{label}: its log.jsonl cannot be read ({error.strerror}).")
     if damaged:
         count = "1 line was" if damaged == 1 else f"{damaged} lines were"
         problems.append(f"{label}: {count} left out of log.jsonl, which cannot be read there.")
     if not any(record["event"] == "train" for record in records):
         problems.append(f"{label}: {folder} has no log of training steps, so there is no curve.")
-    starts = [r["parameters"] for r in records if r["event"] == "start" and "parameters" in r]
+    counts = [r.get("parameters") for r in records if r["event"] == "start"]
+    starts = [count for count in counts if isinstance(count, int)]
     return RunLog(
         label,
         config,
@@ -103,7 +112,6 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def row(log: RunLog, parameters: int | None = None) -> list[str]:
     """The run's row of the summary, under `COLUMNS`."""
-    model = log.config.get("model", {})
     speed, memory = log.train["tokens_per_second"], log.val["memory_gib"]
     # The first half may hold compilation and warming up.
     usual = np.nanmedian(speed[len(speed) // 2 :]) if np.isfinite(speed).any() else math.nan
@@ -115,7 +123,7 @@ def row(log: RunLog, parameters: int | None = None) -> list[str]:
     return [
         log.label,
         str(log.config.get("residual", "?")),
-        str(model.get("streams", "default")) if log.config else "?",
+        streams(log.config),
         f"{count:,}" if count else "?",
         steps,
         said(log.train_loss, ".4f"),
@@ -125,14 +133,26 @@ def row(log: RunLog, parameters: int | None = None) -> list[str]:
     ]
 
 
+def streams(config: Mapping[str, Any]) -> str:
+    """How many a run has; a dash where its residual takes no number of them."""
+    given = config.get("model", {}).get("streams")
+    try:
+        usual = default_streams(config["residual"])
+    except (KeyError, ValueError):
+        return "?" if given is None else str(given)
+    return "-" if usual is None else str(usual if given is None else given)
+
+
 def said(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "?"
 
 
 def charts(logs: Sequence[RunLog]) -> list[Chart]:
     """Loss over steps, train and val; gradient norm and speed."""
-    drawn = [log for log in logs if len(log.train["step"])]
-    absent = [f"{log.label} has no steps in its log." for log in logs if log not in drawn]
+    drawn = {k: log for k, log in enumerate(logs) if len(log.train["step"])}
+    absent = [
+        f"{log.label} has no steps in its log." for k, log in enumerate(logs) if k not in drawn
+    ]
     losses = [
         Panel("training loss", "step", "loss", curves(drawn, "loss")),
         Panel(
@@ -141,7 +161,7 @@ def charts(logs: Sequence[RunLog]) -> list[Chart]:
             "loss",
             [
                 Line(log.label, log.val["step"], log.val["loss"], k)
-                for k, log in enumerate(drawn)
+                for k, log in drawn.items()
                 if len(log.val["step"])
             ],
         ),
@@ -157,8 +177,9 @@ def charts(logs: Sequence[RunLog]) -> list[Chart]:
             "Mean cross entropy of a token in nats, in training (averaged over neighbouring steps) "
             "and on held-out text.",
             losses if drawn else (),
-            claim="MGR ends below PreNorm, mHC-lite and both Attention Residuals at every size.",
-            seen=compared(drawn),
+            claim="MGR ends below PreNorm, mHC-lite and both Attention Residuals at every size at "
+            "which they were trained.",
+            seen=compared(list(drawn.values())),
             absent=absent,
         ),
         Chart(
@@ -172,9 +193,10 @@ def charts(logs: Sequence[RunLog]) -> list[Chart]:
     ]
 
 
-def curves(logs: Sequence[RunLog], name: str) -> list[Line]:
+def curves(logs: Mapping[int, RunLog], name: str) -> list[Line]:
+    """A line for each run, in the colour of its place among all."""
     found = []
-    for k, log in enumerate(logs):
+    for k, log in logs.items():
         x, y = thinned(log.train["step"], log.train[name])
         found.append(Line(log.label, x, y, k))
     return found

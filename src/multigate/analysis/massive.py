@@ -15,13 +15,16 @@ from .running import Array, Arrays, Largest, Mean
 TOP = 3
 KINDS = (("attention", "attention"), ("FFN", "ffn"))
 """What the sublayers of a block are called, and their chart's file."""
-CLAIM = (
+CLAIMS = (
+    "MGR's values after attention are smaller than those of Full AttnRes; the two are of similar "
+    "size overall.",
     "PreNorm has massive values from early blocks on, sustained and rising to the output; in Full "
-    "AttnRes and competitive MGR they are considerably smaller and there is no such plateau."
+    "AttnRes and competitive MGR they are considerably smaller, slightly larger in MGR, and there "
+    "is no such plateau.",
 )
 STREAMS_CLAIM = (
-    "For both MGR variants every stream stays in a stable range, and its peaks fall together with "
-    "those of the hidden state."
+    "For both MGR variants every stream stays in a stable range; where certain streams peak, the "
+    "hidden state does."
 )
 
 
@@ -42,7 +45,7 @@ class Massive:
     def see(self, step: Step) -> None:
         if step.i == -1:
             return
-        values = wide(step.hidden.detach()).abs().flatten(0, -2)
+        values = wide(step.hidden.detach()).abs().flatten(0, -2) / step.summed
         # The three largest are in the three tokens with the largest maxima, and a maximum a token
         # is found much faster than the three of all numbers.
         tokens = values.amax(-1).topk(min(TOP, len(values))).indices
@@ -91,7 +94,8 @@ def _kind_chart(runs: Mapping[str, Arrays], kind: int, name: str, file: str) -> 
             continue
         hidden, mean = arrays["hidden"][kind::BLOCK], arrays["mean"][kind::BLOCK]
         numbers = 1 + kind + BLOCK * np.arange(len(hidden))
-        lines = [Line(f"top {k + 1}", numbers, hidden[:, k], k) for k in range(TOP)]
+        # The largest on top of the others, which often are the same.
+        lines = [Line(f"top {k + 1}", numbers, hidden[:, k], k) for k in reversed(range(TOP))]
         lines.append(Line("mean", numbers, mean, TOP, dashed=True))
         panels.append(_panel(label, lines))
         seen.append(f"{label} {_peak(hidden[:, 0], mean, numbers)}")
@@ -101,8 +105,8 @@ def _kind_chart(runs: Mapping[str, Arrays], kind: int, name: str, file: str) -> 
         shows=f"The three largest absolute values of the hidden state after every {name} sublayer, "
         "over all tokens and channels, and the mean absolute value.",
         panels=panels,
-        claim=CLAIM,
-        seen=_sentence("The largest value", seen),
+        claim=CLAIMS[kind],
+        seen=_sentence("The largest value", seen) + _alike(runs, kind),
         absent=absent,
     )
 
@@ -140,6 +144,17 @@ def _peak(top: Array, mean: Array, numbers: Array) -> str:
     k = int(np.argmax(np.nan_to_num(top, nan=np.inf)))
     times = top[k] / mean[k] if mean[k] else np.nan
     return f"{top[k]:.3g} after sublayer {numbers[k]}, {times:.3g} times the mean there"
+
+
+def _alike(runs: Mapping[str, Arrays], kind: int) -> str:
+    """Which runs have one value three times, as of the same first token of several samples."""
+    found = [arrays.get("hidden", np.empty((0, TOP)))[kind::BLOCK] for arrays in runs.values()]
+    named = [
+        label
+        for label, top in zip(runs, found, strict=True)
+        if len(top) and np.allclose(top, top[:, :1], rtol=1e-6)
+    ]
+    return f" The three largest are one value in {', '.join(named)}." if named else ""
 
 
 def _sentence(start: str, seen: Sequence[str]) -> str:

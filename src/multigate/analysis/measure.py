@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import angles, dynamics, gates, life, massive, mixing, pruning
@@ -32,11 +33,14 @@ def measure(
     batch: int | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     progress: Callable[[str, float], None] = lambda what, share: None,
+    found: Measured | None = None,
 ) -> Measured:
-    """All families on `rows` [samples, T + 1]; pruning, a pass for each block, on the first few.
+    """All families on `rows` [samples, T + 1]; pruning, a pass for each block, on some of them.
 
-    `progress` is told what is going on and which share of it is done.
+    `progress` is told what is going on and which share of it is done. They are put into `found`
+    as they are measured, so that an error leaves what came before it.
     """
+    found = {} if found is None else found
     watchers: dict[str, Watcher] = {
         "dynamics": dynamics.Dynamics(),
         "angles": angles.Angles(),
@@ -47,12 +51,13 @@ def measure(
     }
     progress("activations", 0.0)
     watch(model, rows[:, :-1], *watchers.values(), batch=batch, autocast=autocast)
-    found = {name: watcher.result() for name, watcher in watchers.items()}
+    found |= {name: watcher.result() for name, watcher in watchers.items()}
     progress("gradients", 0.0)
     found["dynamics"] |= dynamics.gradients(model, rows, batch, autocast)
+    some = torch.linspace(0, len(rows) - 1, min(pruned_rows, len(rows))).long()
     found["pruning"] = pruning.block_pruning(
         model,
-        rows[:pruned_rows],
+        rows[some],
         batch,
         autocast,
         lambda done, total: progress("pruning", done / total),

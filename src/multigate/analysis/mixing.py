@@ -24,7 +24,7 @@ class Mixing:
 
     Recorded where a step has them: `alpha` [depth, m], row i being what is read after sublayer i;
     `weights` [steps that have them, m] and `weights.steps`, which those are; `mix` [depth, n, n],
-    source stream first; `post` [depth, n]; and `pre` [depth + 1, n], row i being what sublayer i
+    source stream first; `post` [depth, n]; and `pre` [depth, n], row i being what sublayer i
     reads with. What does not exist is NaN.
     """
 
@@ -42,10 +42,7 @@ class Mixing:
                 self._tables.setdefault(name, Table()).add(row, values)
 
     def result(self) -> Arrays:
-        found = {
-            name: table.result(self._depth + (name == "pre"))
-            for name, table in self._tables.items()
-        }
+        found = {name: table.result(self._depth) for name, table in self._tables.items()}
         if "weights" in found:
             steps = np.array(self._tables["weights"].rows())
             found |= {"weights": found["weights"][steps], "weights.steps": steps}
@@ -84,7 +81,10 @@ def _alpha(runs: Mapping[str, Arrays]) -> list[Chart]:
         panels.append(
             Panel(label, "stream or source", "reading sublayer, the last is the output", [heat])
         )
-        last = alpha[np.isfinite(alpha).any(1)][-1]
+        last = alpha[-1]
+        if not np.isfinite(last).any():
+            seen.append(f"The weights of {label} are not all finite.")
+            continue
         seen.append(
             f"The output of {label} is read mostly from source {int(np.nanargmax(last))} "
             f"({np.nanmax(last):.2f}); source 0, which starts as the embedding, has "
@@ -183,8 +183,7 @@ def _ends(runs: Mapping[str, Arrays]) -> list[Chart]:
         for name, title in what.items():
             if label not in found[name]:
                 continue
-            # No sublayer reads with the last row of `pre`.
-            values = found[name][label][: -1 if name == "pre" else None]
+            values = found[name][label]
             numbers, streams = np.arange(len(values)) + 1, np.arange(values.shape[1])
             heat = Heat(values.T, numbers, streams, "coefficient", *scale)
             panels.append(Panel(f"{label}: {title}", "sublayer", "stream", [heat]))

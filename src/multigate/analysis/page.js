@@ -122,12 +122,18 @@
           xref: `x${id}`, x: place, y: ys[1], yanchor: "top",
         });
       }
+      for (const [place, text] of panel.missing ?? []) {
+        annotations.push({
+          ...note, text, textangle: -90, font: { color: colour("quiet"), size: 12 },
+          xref: `x${id}`, x: place, y: ys[0], yanchor: "bottom",
+        });
+      }
     });
     bars.forEach((name, i) => {
       const bar = layout[name].colorbar;
       const share = 1 / bars.length;
       Object.assign(bar, { thickness: 12, outlinewidth: 0, tickfont: { color: colour("quiet") } });
-      bar.title.side = narrow ? "top" : "right";
+      bar.title.side = narrow ? "bottom" : "right";
       Object.assign(bar, narrow
         ? { orientation: "h", xref: "paper", x: 0.5, lenmode: "fraction", len: 1,
             yref: "container", y: (8 + 64 * i) / height, yanchor: "bottom" }

@@ -83,6 +83,13 @@ def _note(panel: Panel) -> dict[str, Any]:
             for place, value in zip(mark.x, mark.y, strict=True)
             if value == np.inf
         ],
+        "missing": [
+            [number(place), text(mark.missing)]
+            for mark in panel.marks
+            if isinstance(mark, Bars) and mark.missing
+            for place, value in zip(mark.x, mark.y, strict=True)
+            if np.isnan(value)
+        ],
     }
     return {key: value for key, value in note.items() if value}
 

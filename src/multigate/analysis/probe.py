@@ -46,6 +46,8 @@ class Step:
     """alpha, beta, mix, ... by name, as `Residual.recording` gives them."""
     mixture: tuple[Tensor, Tensor] | None = None
     """What the step has done to the streams, see `Residual.mixture`."""
+    summed: int = 1
+    """How many streams `hidden` is the plain sum of: divided by it, sizes can be compared."""
 
 
 class Watcher(Protocol):
@@ -95,7 +97,8 @@ class Probe:
         (read, before), after = self._last, self.residual.carried(i + 1, state)
         noted = self._noted.pop(i, {})
         mixture = self.residual.mixture(i, noted) if y is not None else None
-        self._show(Step(i, read, y, h, before, after, noted, mixture))
+        summed = self.residual.summed(i)
+        self._show(Step(i, read, y, h, before, after, noted, mixture, summed))
         return (norm(h) if apart and norm is not None else h), state
 
     def _show(self, step: Step) -> None:
@@ -141,6 +144,10 @@ def watch(
 
 def batches(model: nn.Module, tokens: Tensor, batch: int | None = None) -> Iterator[Tensor]:
     """`tokens` in batches of so many samples, or of about 16,000 tokens, on the model's device."""
+    if tokens.ndim != 2 or not tokens.numel():
+        raise ValueError(
+            f"tokens must be of shape [samples, T] and not empty, got {tuple(tokens.shape)}."
+        )
     device = next(iter(_tensors(model))).device
     for rows in tokens.split(batch or max(1, 16384 // tokens.shape[1])):
         yield rows.to(device)
@@ -150,9 +157,9 @@ def next_tokens(
     model: nn.Module, tokens: Tensor, batch: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`tokens` [samples, T] as inputs and targets [rows, T - 1], batch by batch."""
-    if tokens.ndim != 2 or tokens.shape[1] < 2:
+    if tokens.ndim == 2 and tokens.shape[1] == 1:
         raise ValueError(
-            "the loss of next tokens needs tokens of shape [samples, T] with T at least 2, got "
+            "the loss of next tokens needs at least 2 tokens in a sample, got "
             f"{tuple(tokens.shape)}."
         )
     for rows in batches(model, tokens, batch):

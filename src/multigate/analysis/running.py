@@ -81,7 +81,10 @@ class Largest:
 
 
 class Histogram:
-    """Numbers from 0 to 1 counted in `BINS` equal bins, and their mean, least and largest."""
+    """Numbers from 0 to 1 counted in `BINS` equal bins, and their mean, least and largest.
+
+    What is not finite is left out.
+    """
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
@@ -89,7 +92,10 @@ class Histogram:
         self.ends: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        values = values.flatten().float()
+        values = values.detach().flatten().float()
+        values = values[values.isfinite()]
+        if not len(values):
+            return
         self.mean.add(values)
         bins = (values * BINS).long().clamp(0, BINS - 1)
         counts = torch.bincount(bins, minlength=BINS)
@@ -102,15 +108,15 @@ class Histogram:
 
     def result(self) -> Array:
         """How many there were in each bin."""
-        assert self.counts is not None, "nothing was added"
-        return self.counts.cpu().numpy()
+        return np.zeros(BINS, np.int64) if self.counts is None else self.counts.cpu().numpy()
 
     def box(self) -> Array:
         """Least, lower quartile, median, upper quartile, largest and mean.
 
-        The quartiles are those of the histogram, right to one bin.
+        The quartiles are those of the histogram, right to one bin. NaN where there was nothing.
         """
-        assert self.ends is not None, "nothing was added"
+        if self.ends is None:
+            return np.full(6, np.nan)
         least, largest = self.ends.double().cpu().numpy()
         below = np.cumsum(self.result())
         quartiles = [

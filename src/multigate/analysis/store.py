@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ def save(measured: Mapping[str, Mapping[str, Arrays]], folder: Path) -> list[Pat
     A line of the CSV is one number and where it stands; what does not exist has none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, taken = [], set[str]()
     for label, families in measured.items():
         flat = {
             f"{f}.{name}": array for f, arrays in families.items() for name, array in arrays.items()
         }
-        stem = file_name(label)
+        stem = free_name(label, taken)
         written += [folder / f"{stem}.npz", folder / f"{stem}.json"]
-        np.savez_compressed(written[-2], allow_pickle=False, **flat)
+        np.savez_compressed(written[-2], **flat)  # type: ignore[arg-type]
         text = json.dumps({name: listed(array) for name, array in flat.items()})
         written[-1].write_text(text, encoding="utf-8")
     for family in dict.fromkeys(f for families in measured.values() for f in families):
@@ -56,6 +57,12 @@ def listed(array: Array) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def file_name(label: str) -> str:
-    """A label as the name of a file."""
-    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label).strip(".-") or "run"
+def free_name(label: str, taken: set[str]) -> str:
+    """`label` as the name of a file that is not `taken` yet, whatever the case of its letters."""
+    safe = re.sub(r"[^\w.=-]+", "-", label).strip("-.")[:60] or "run"
+    found, count = safe, 1
+    while found.casefold() in taken:
+        count += 1
+        found = f"{safe}-{count}"
+    taken.add(found.casefold())
+    return found

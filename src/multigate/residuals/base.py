@@ -59,8 +59,8 @@ class Residual(nn.Module):
 
     A subclass implements `_start`, `_step` and `state_size`; where it differs from the default also
     `_batch_shape`, `_step_normed`, `can_skip`, `structural_zeros` and `undecayed`, for analysis
-    `carried`, `mixture` and `norm_apart`, and, to hand over less than h and the whole state,
-    `_handover`, `_resume`, `_resume_normed` and `handover_size`.
+    `carried`, `mixture`, `norm_apart` and `summed`, and, to hand over less than h and the whole
+    state, `_handover`, `_resume`, `_resume_normed` and `handover_size`.
 
     Streams keep the dtype of x. Mixing is computed in float32 (float64 if x is), whatever autocast
     says, and rounded once when it is stored.
@@ -176,6 +176,10 @@ class Residual(nn.Module):
         """Whether step i followed by its norm is the same as step i with it handed over."""
         return True
 
+    def summed(self, i: int) -> int:
+        """How many streams the h of step i is the plain sum of, and as many times as large."""
+        return 1
+
     def structural_zeros(self) -> set[str]:
         """Names of the parameters whose gradient the method's algebra makes zero for any data."""
         return set()
@@ -290,6 +294,14 @@ def register_residual(name: str) -> Callable[[R], R]:
 def residual_names() -> list[str]:
     """Every registered residual, simplest first."""
     return list(_REGISTRY)
+
+
+def default_streams(name: str) -> int | None:
+    """How many streams (or blocks) the residual `name` has unless told; None if it takes none."""
+    if name not in _REGISTRY:
+        raise ValueError(unknown("residual", name, residual_names()))
+    parameter = inspect.signature(_REGISTRY[name]).parameters.get("streams")
+    return None if parameter is None else parameter.default
 
 
 def build_residual(

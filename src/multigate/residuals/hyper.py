@@ -47,6 +47,9 @@ class HyperStreams(Residual):
     def norm_apart(self, i: int) -> bool:
         return i < self.depth - 1 or not self.norm_then_sum
 
+    def summed(self, i: int) -> int:
+        return self.streams if i == self.depth - 1 else 1
+
     def _start(self, x: Tensor) -> tuple[Tensor, State]:
         streams = x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
         return self._read(0, streams)

@@ -115,6 +115,11 @@ class Stack(nn.Module):
     @contextmanager
     def skipping(self, *sublayers: int) -> Iterator[None]:
         """Leave these sublayers out for the length of the context."""
+        for i in sublayers:
+            if not 0 <= i < len(self.sublayers):
+                raise ValueError(
+                    f"there is no sublayer {i} to skip, only 0 to {len(self.sublayers) - 1}."
+                )
         before, self.skipped = self.skipped, self.skipped | set(sublayers)
         try:
             yield

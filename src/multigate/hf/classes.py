@@ -1,0 +1,107 @@
+"""The classes of the models with a residual, known to the Auto classes of Transformers.
+
+For every family there are two, like `MultigateLlamaConfig` (model type "multigate_llama") and
+`MultigateLlamaForCausalLM`. They are made when they are first needed, because Transformers is an
+optional package. A folder that such a model was saved to cannot be mistaken for a plain Llama.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+
+from multigate.data.optional import optional
+from multigate.residuals import build_residual
+
+from .decoder import FAMILIES, Family, build_layers, install
+from .layers import Layers
+
+
+class WithResidual(nn.Module):
+    """What a causal language model of Transformers gains by a residual.
+
+    It stands before the plain class. The configuration has an entry `multigate` with the residual,
+    its streams and its options.
+    """
+
+    family: Family
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # The plain layers are initialised by now; the residual keeps its own initialisation.
+        install(self, self.family, build_layers(self, self.family, config))
+
+    @property
+    def stack(self) -> Layers:
+        """All attention and MLP sublayers, and the residual between them."""
+        return getattr(cast(Any, self).base_model, self.family.layers)[0]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in Transformers, but a weight that is missing or left over is an error: Transformers
+        does not know how a residual starts."""
+        parent = cast(Any, super())
+        model, info = parent.from_pretrained(*args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info.get(problem):
+                keys, what = sorted(map(str, info[problem])), problem.replace("_", " ")
+                raise ValueError(
+                    f"these are not the weights of a {cls.__name__} with this configuration "
+                    f"({len(keys)} {what}, the first is {keys[0]}): load plain weights into the "
+                    "plain model and give that to with_residual."
+                )
+        _renew_buffers(model)
+        return (model, info) if output_loading_info else model
+
+
+def _renew_buffers(model: Any) -> None:
+    """Transformers leaves buffers that are not saved empty: take them from a new residual."""
+    residual, entry = model.stack.residual, model.config.multigate
+    fresh = build_residual(
+        residual.name, residual.dim, residual.depth, entry["streams"], **entry["options"]
+    )
+    saved = residual.state_dict()
+    for name, buffer in fresh.named_buffers():
+        if name not in saved:
+            residual.get_buffer(name).copy_(buffer)
+
+
+class Classes(NamedTuple):
+    plain: Any
+    config: Any
+    model: Any
+
+
+@cache
+def classes(model_type: str) -> Classes:
+    """The plain model class of a family, and the two with a residual."""
+    hf = optional("transformers", "hf", "multigate.hf")
+    plain_config = hf.CONFIG_MAPPING[model_type]
+    plain = hf.MODEL_FOR_CAUSAL_LM_MAPPING[plain_config]
+    names = {"__module__": __name__, "model_type": f"multigate_{model_type}"}
+    config = type(f"Multigate{plain_config.__name__}", (plain_config,), names)
+    parts = {"__module__": __name__, "config_class": config, "family": FAMILIES[model_type]}
+    model = type(f"Multigate{plain.__name__}", (WithResidual, plain), parts)
+    hf.AutoConfig.register(names["model_type"], config)
+    hf.AutoModelForCausalLM.register(config, model)
+    return Classes(plain, config, model)
+
+
+def register() -> None:
+    """Make the classes known to the Auto classes; without Transformers there is nothing to do."""
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError:
+        return
+    for model_type in FAMILIES:
+        classes(model_type)
+
+
+def __getattr__(name: str) -> Any:
+    """The classes by name: what pickle looks them up by."""
+    if name.startswith("Multigate"):
+        for model_type in FAMILIES:
+            for found in classes(model_type):
+                if found.__name__ == name:
+                    return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
