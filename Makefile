@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	touch $(READY)
 
 $(READY_DEV): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh train,data,track,kernels,plot,dev
+	PYTHON=$(PYTHON) sh scripts/setup.sh train,data,track,kernels,plot,hf,dev
 	touch $(READY) $(READY_DEV)
 
 clean:

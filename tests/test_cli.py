@@ -23,9 +23,10 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_the_demo_shows_both_losses_the_baseline_and_a_sample():
-    screen = io.StringIO()
-    scores = demo.demo(demo.DemoConfig(steps=4), Console(file=screen, width=120))
+def test_the_demo_shows_both_losses_the_baseline_a_sample_and_a_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "SAMPLES", 16)
+    screen, place = io.StringIO(), tmp_path / "report"
+    scores = demo.demo(demo.DemoConfig(steps=4, report=place), Console(file=screen, width=120))
     shown = screen.getvalue()
     assert set(scores) == {"order-1", "prenorm", "mgr-competitive"}
     for score in scores.values():
@@ -34,12 +35,22 @@ def test_the_demo_shows_both_losses_the_baseline_and_a_sample():
     assert scores["prenorm"] != scores["mgr-competitive"]
     assert demo.PROMPT.strip() in shown
     assert re.search(r"step 4/4 .*loss .*val .*gate mean/max", shown)
+    assert f"The report: {place.resolve()}/report.html" in shown
+    assert "Angular distance, mgr-competitive" in (place / "report.html").read_text()
+
+
+def test_the_demo_without_the_packages_for_a_report(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    screen = io.StringIO()
+    demo._report([tmp_path], tmp_path, Console(file=screen, width=200))
+    assert screen.getvalue().startswith("No report: ")
 
 
 @pytest.mark.slow
-def test_the_demo_learns():
+def test_the_demo_learns(tmp_path):
     """A fifth of the demo's steps already beats counting pairs of bytes, for both residuals."""
-    scores = demo.demo(demo.DemoConfig(steps=demo.DemoConfig.steps // 5), quiet())
+    config = demo.DemoConfig(steps=demo.DemoConfig.steps // 5, report=tmp_path)
+    scores = demo.demo(config, quiet())
     for name in demo.RESIDUALS:
         assert scores[name] < scores["order-1"] - 0.4
 

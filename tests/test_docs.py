@@ -65,7 +65,8 @@ def test_the_commands_of_the_readme_are_these():
         ".venv/bin/multigate train --scale tiny --residual mgr-competitive --data data/python "
         "--name first\n"
         ".venv/bin/multigate eval runs/first\n"
-        ".venv/bin/multigate analyze runs/first\n",
+        ".venv/bin/multigate analyze runs/first\n"
+        '.venv/bin/multigate sample runs/first --prompt "def read("\n',
         ".venv/bin/torchrun --nproc-per-node 2 -m multigate train --scale tiny --data data/python "
         "--parallel fsdp\n",
     ]
@@ -100,6 +101,7 @@ def test_train_your_own(tmp_path):
     shown = ""
     for line in "".join(blocks(README, "bash")[2:]).splitlines():
         few = {"train": short, "eval": " --tokens 4096", "analyze": " --samples 4"}
+        few["sample"] = " --tokens 8"
         shortened = next((flags for word, flags in few.items() if f" {word} " in line), "")
         shown += shell(line + shortened, tmp_path)
     assert "data/python: train" in shown
@@ -134,6 +136,14 @@ def test_the_commands_of_the_training_pages_are_understood(page, count):
             assert options.get("memory", "store") == config.model.memory
             if "every" in words:
                 assert options == {"memory": "invert", "keep": 0.02, "every": 8}
+
+
+def test_the_python_of_the_page_on_your_own_block_runs(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    namespace = {}
+    for block in blocks((ROOT / "docs/own_block.md").read_text(), "python"):
+        exec(compile(block, "own_block.md", "exec"), namespace)
+    assert namespace["beta"].shape == (2, 12, 4)
 
 
 def test_the_python_of_the_analysis_page_runs():

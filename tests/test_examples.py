@@ -31,6 +31,7 @@ def test_these_are_the_examples():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == NAMES
 
 
+@pytest.mark.slow
 def test_encoder():
     text = shown("encoder", "--steps", "40")
     losses = [float(x) for x in re.findall(r"loss (\S+)", text)]
@@ -39,6 +40,7 @@ def test_encoder():
     assert "turned around" in text
 
 
+@pytest.mark.slow
 def test_vision():
     text = shown("vision", "--steps", "50")
     right = [float(x) for x in re.findall(r"right on (\S+)%", text)]
@@ -47,6 +49,7 @@ def test_vision():
     assert right[-1] > 50
 
 
+@pytest.mark.slow
 def test_decoder():
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("multigate.hf needs the package transformers")

@@ -27,6 +27,10 @@ TOKENS = 65536
 """Of the held-out text, on which the models are compared."""
 
 
+SAMPLES = 256
+"""Windows of it that the report is made from."""
+
+
 @dataclass(frozen=True)
 class DemoConfig:
     """Train two tiny GPTs on the source text of this Python's standard library and compare them."""
@@ -120,7 +124,8 @@ def _sample(model: GPT, data: TokenData, seed: int, console: Console) -> None:
 
 def _report(runs: list[Path], out: Path, console: Console) -> None:
     """What the two look like inside; without the packages for it, which those are."""
+    config = AnalyzeConfig(runs=tuple(runs), out=out, samples=SAMPLES, figures=False, device="cpu")
     try:
-        analyze(AnalyzeConfig(runs=tuple(runs), out=out, samples=256, device="cpu"), console)
-    except ValueError as error:
+        analyze(config, console)
+    except (ValueError, OSError) as error:
         console.print(f"No report: {error}", highlight=False, markup=False, soft_wrap=True)

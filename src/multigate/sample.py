@@ -33,7 +33,7 @@ class SampleConfig:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be given several times."""
     tokens: int = 200
-    """The most tokens to write for each prompt; the end of a text comes before."""
+    """The most tokens to write for each prompt; fewer if the text ends."""
     temperature: float = 0.8
     """0 always takes the likeliest token."""
     top_k: int | None = None

@@ -83,8 +83,8 @@ class Made:
 def analyze(config: AnalyzeConfig, console: Console | None = None) -> Made:
     """Measure every run that can be, and write the report."""
     console = console or Console()
-    subjects, problems = find(config.runs)
     make_room(config.out)
+    subjects, problems = find(config.runs)
     compute = choose(config.device, config.precision)
     text = Text(config.data, config.split, config.samples, config.prune_samples)
     for subject in subjects:
@@ -111,8 +111,8 @@ def analyze(config: AnalyzeConfig, console: Console | None = None) -> Made:
 
 def report(config: ReportConfig, console: Console | None = None) -> Made:
     """The report of training alone."""
-    subjects, problems = find(config.runs)
     make_room(config.out)
+    subjects, problems = find(config.runs)
     problems += [problem for s in subjects for problem in s.log.problems]
     path = publish(config, "report", "", subjects, [], problems, console or Console())
     return Made(path, 0, problems)

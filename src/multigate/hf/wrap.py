@@ -29,8 +29,8 @@ def with_residual(
     the residual is the plain sum it needs training now. With "prenorm" the outputs are those of
     the plain model, bit for bit.
 
-    The result is a `PreTrainedModel`: generate() with any cache, padding, labels, gradient
-    checkpointing (of every sublayer), save_pretrained, and, once multigate.hf is imported,
+    The result is a `PreTrainedModel`: generate() with a dynamic or static cache, padding, labels,
+    gradient checkpointing (of every sublayer), save_pretrained, and, once multigate.hf is imported,
     AutoModelForCausalLM.from_pretrained. `model.stack` is the `Stack` in it. It does not give
     output_hidden_states, and its layers are all of one kind.
     """
