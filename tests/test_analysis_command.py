@@ -185,7 +185,7 @@ def test_pruning_reads_text_from_all_over(every, tmp_path, monkeypatch):
 
 def test_the_page_says_what_was_done(every, tmp_path):
     page, _ = look(every / "hc", every / "prenorm", out=tmp_path, checkpoint="last", samples=5)
-    assert page.count("step-00000002") == 2
+    assert ">at step<" in page
     for words in ("--samples 5", "--checkpoint last", "--figures False", f"--out {tmp_path}"):
         assert words in page
     assert "--split" not in page

@@ -126,6 +126,6 @@ def _report(runs: list[Path], out: Path, console: Console) -> None:
     """What the two look like inside; without the packages for it, which those are."""
     config = AnalyzeConfig(runs=tuple(runs), out=out, samples=SAMPLES, figures=False, device="cpu")
     try:
-        analyze(config, console)
+        analyze(config, console, "multigate demo")
     except (ValueError, OSError) as error:
         console.print(f"No report: {error}", highlight=False, markup=False, soft_wrap=True)

@@ -80,8 +80,13 @@ class Made:
     """A sentence for each thing that could not be had."""
 
 
-def analyze(config: AnalyzeConfig, console: Console | None = None) -> Made:
-    """Measure every run that can be, and write the report."""
+def analyze(
+    config: AnalyzeConfig, console: Console | None = None, command: str | None = None
+) -> Made:
+    """Measure every run that can be, and write the report.
+
+    `command` is what the page says to type for the same; None makes it from `config`.
+    """
     console = console or Console()
     make_room(config.out)
     subjects, problems = find(config.runs)
@@ -105,7 +110,8 @@ def analyze(config: AnalyzeConfig, console: Console | None = None) -> Made:
         words = "; ".join(f"{label}: {text}" for label, text in texts.items())
         problems.append("The runs were measured on different text: numbers may not be compared.")
     save(measured, config.out / "numbers")
-    path = publish(config, "analyze", words, subjects, sections(measured), problems, console)
+    subtitle = [words, command or command_line("analyze", config)]
+    path = publish(config, subtitle, subjects, sections(measured), problems, console)
     return Made(path, len(measured), problems)
 
 
@@ -114,7 +120,8 @@ def report(config: ReportConfig, console: Console | None = None) -> Made:
     make_room(config.out)
     subjects, problems = find(config.runs)
     problems += [problem for s in subjects for problem in s.log.problems]
-    path = publish(config, "report", "", subjects, [], problems, console or Console())
+    subtitle = [command_line("report", config)]
+    path = publish(config, subtitle, subjects, [], problems, console or Console())
     return Made(path, 0, problems)
 
 
@@ -140,8 +147,7 @@ def make_room(out: Path) -> None:
 
 def publish(
     config: AnalyzeConfig | ReportConfig,
-    command: str,
-    text: str,
+    subtitle: Sequence[str],
     subjects: Sequence[Subject],
     found: Sequence[Section],
     problems: list[str],
@@ -159,12 +165,11 @@ def publish(
     rows = [logs.row(s.log, s.parameters) for s in subjects]
     columns = list(logs.COLUMNS)
     if any(s.checkpoint for s in subjects):
-        columns.append("looked into")
+        columns.append("at step")
         rows = [[*row, s.checkpoint or "-"] for row, s in zip(rows, subjects, strict=True)]
-    subtitle = [text, date.today().isoformat(), command_line(command, config)]
     made = Report(
         title=" vs ".join(run.label for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
-        subtitle=" · ".join(part for part in subtitle if part),
+        subtitle=" · ".join(part for part in [*subtitle, date.today().isoformat()] if part),
         columns=columns,
         rows=rows,
         sections=contents,

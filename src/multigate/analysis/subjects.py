@@ -54,7 +54,7 @@ class Subject:
         begin, label = time.perf_counter(), self.log.label
         path, state = open_run(self.place, which)
         model = load_model(path, state)
-        self.checkpoint, self.parameters = path.name, model.parameter_count()
+        self.checkpoint, self.parameters = f"{state['step']:,}", model.parameter_count()
         rows, words = windows(model, state, text)
         model = model.to(compute.device).eval()
         context = model.config.context
