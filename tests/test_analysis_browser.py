@@ -356,4 +356,7 @@ def test_the_report_of_every_residual(browser, every, folder, tmp_path):
     for name, counts in drawn.items():
         marks = sum(counts[kind] for kind in ("lines", "points", "bars", "boxes", "heats"))
         assert marks > 0, name
+    # Of two MGR runs of three blocks with four streams, each has two that make streams.
+    for name in ("pruning-perplexity", "pruning-loss"):
+        assert opened.plot(name).get_by_text("cannot be removed").count() == 4
     opened.context.close()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from multigate.numerics import wide
 
 from .chart import Chart, Line, Panel
+from .look import far_apart
 from .probe import BLOCK, Probe, Step, blocks_of, depth_of, next_tokens, stack_of, watch
 from .running import Array, Arrays, Mean, exact
 
@@ -19,8 +20,6 @@ CLAIM = (
     "ones, and Block AttnRes' outputs vary much from block to block; both MGR variants even this "
     "out about as well as Full AttnRes."
 )
-MOST = 30
-"""A larger ratio than this between two values needs a logarithmic axis."""
 
 
 class Dynamics:
@@ -163,7 +162,7 @@ def charts(runs: Mapping[str, Arrays]) -> list[Chart]:
             else:
                 missing.setdefault(label, []).append(f"no {what} RMS")
         if lines:
-            log = _far_apart(np.concatenate([np.asarray(line.y) for line in lines]))
+            log = far_apart(np.concatenate([np.asarray(line.y) for line in lines]))
             panels.append(Panel(f"{what} of each block", "block", unit, lines, log))
             ranges = "; ".join(_range(line.label, np.asarray(line.y)) for line in lines)
             seen.append(f"RMS of the {what} from the first block to the last: {ranges}.")
@@ -189,8 +188,3 @@ def _range(label: str, values: Array) -> str:
     if not len(finite) or finite.min() <= 0:
         return text
     return f"{text} (the largest {finite.max() / finite.min():.3g} times the least)"
-
-
-def _far_apart(values: Array) -> bool:
-    values = values[np.isfinite(values) & (values > 0)]
-    return bool(len(values) and values.max() > MOST * values.min())

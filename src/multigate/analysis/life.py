@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from multigate.numerics import wide
 
 from .chart import Chart, Heat, Line, Panel
+from .look import far_apart
 from .probe import Step, watch
 from .running import Array, Arrays, Mean, Table, exact
 
-WIDE = 30
-"""Values that are further apart than so many times are drawn on a logarithmic axis."""
 NAMED = 4
 """The most streams of which each is put into words."""
 
@@ -117,9 +116,7 @@ def charts(runs: Mapping[str, Arrays]) -> list[Chart]:
 
 def _speed(runs: Mapping[str, Arrays]) -> Chart:
     found = {label: arrays["speed"] for label, arrays in runs.items() if "speed" in arrays}
-    moving = [values[np.isfinite(values) & (values > 0)] for values in found.values()]
-    every = np.concatenate([np.empty(0), *moving])
-    log_y = bool(every.size and every.max() > WIDE * every.min())
+    log_y = far_apart(np.concatenate([np.empty(0), *map(np.ravel, found.values())]))
     panels, seen = [], []
     for label, values in found.items():
         numbers = np.arange(len(values)) + 1

@@ -21,6 +21,7 @@ DIVERGING = (
     *("#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7"),
     *("#fddbc7", "#f4a582", "#d6604d", "#b2182b"),
 )
+SPAN = 30
 MARKED = 32
 """A line of at most so many points shows them."""
 TICKS = 12
@@ -38,6 +39,12 @@ def shown(values: Sequence[float] | Array, log: bool = False) -> Array:
     if log:
         found[found <= 0] = np.nan
     return found
+
+
+def far_apart(values: Array) -> bool:
+    """Whether these need a logarithmic axis: what is above zero spans more than `SPAN` times."""
+    values = values[np.isfinite(values) & (values > 0)]
+    return bool(len(values) and values.max() > SPAN * values.min())
 
 
 def whiskers(boxes: Array, log: bool = False) -> Array:
