@@ -7,7 +7,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint docs clean
 
 demo: $(READY)
 	$(PY) -m multigate demo $(if $(STEPS),--steps $(STEPS))
@@ -23,13 +23,17 @@ lint: $(READY_DEV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+docs: $(READY_DEV)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "Open site/index.html"
+
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON=$(PYTHON) sh scripts/setup.sh train,plot
 	touch $(READY)
 
 $(READY_DEV): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh train,data,track,kernels,plot,hf,dev
+	PYTHON=$(PYTHON) sh scripts/setup.sh train,data,track,kernels,plot,hf,eval,docs,dev
 	touch $(READY) $(READY_DEV)
 
 clean:
-	rm -rf .venv demo-report
+	rm -rf .venv demo-report site

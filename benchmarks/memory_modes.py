@@ -10,6 +10,7 @@ table, writes memory_modes.json and memory_modes.png.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,9 @@ def main():
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    # Otherwise attention's own backward pass, which adds in any order, would hide what is asked.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     compute, studies = choose(args.device), {}
     for run in args.runs:
         path, state = open_run(run, "last")

@@ -1,4 +1,5 @@
 import os
+import shutil
 from collections import Counter
 
 import pytest
@@ -11,6 +12,12 @@ if not torch.cuda.is_available():
 
 # The tensors of the tests are small: one thread is as fast, and `-n auto` has the other cores.
 torch.set_num_threads(1)
+
+
+BROWSER_FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run"),
+]
 
 
 def pytest_collection_modifyitems(items):
@@ -28,6 +35,26 @@ def pytest_terminal_summary(terminalreporter):
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.items():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The machine's Chromium, without a window."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    missing = "" if found else "no Chromium was found: install the package chromium"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        missing = missing or "playwright is missing: pip install playwright"
+    if missing and os.environ.get("MULTIGATE_NEEDS_BROWSER"):
+        pytest.fail(f"The page was not opened: {missing}.")
+    if missing:
+        pytest.skip(f"The page was not opened: {missing}.")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")

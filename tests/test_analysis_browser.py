@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,29 +19,6 @@ from multigate.analysis.command import AnalyzeConfig, analyze
 from multigate.analysis.page import THEMES, page
 
 READY = "html[data-ready=true]"
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--no-first-run"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = next(filter(None, map(shutil.which, names)), None)
-    missing = "" if found else "no Chromium was found: install the package chromium"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        missing = missing or "playwright is missing: pip install playwright"
-    if missing and os.environ.get("MULTIGATE_NEEDS_BROWSER"):
-        pytest.fail(f"The page was not opened: {missing}.")
-    if missing:
-        pytest.skip(f"The page was not opened: {missing}.")
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

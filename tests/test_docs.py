@@ -1,4 +1,7 @@
-"""Every command and code block of the documents runs; their numbers are what the code says."""
+"""The commands of the documents run for real; their numbers are what the code says.
+
+test_pages.py has every block of every page.
+"""
 
 import json
 import os
@@ -12,14 +15,11 @@ import pytest
 import torch
 
 import multigate as mg
+from documents import ROOT, blocks
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs/quickstart.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def blocks(text, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def shell(command, folder, timeout=600):
@@ -43,15 +43,6 @@ def fresh_copy(folder):
         if (ROOT / name).exists():
             shutil.copy2(ROOT / name, target)
     return folder
-
-
-def test_the_python_of_the_readme_runs():
-    namespace = {}
-    for block in blocks(README, "python"):
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["h"].shape == (2, 10, 64)
-    assert torch.isfinite(namespace["loss"])
-    assert 0 < namespace["steps"][11]["beta"].mean() < 1
 
 
 def test_the_commands_of_the_readme_are_these():
@@ -93,17 +84,25 @@ def test_the_lines_without_make_from_a_fresh_clone(tmp_path):
     assert "GPT, mgr-competitive" in shown
 
 
+def shortened(lines, folder):
+    """Run the commands of a page in turn, with few steps and little text."""
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    few = {
+        "train": " --steps 4 --tokens-per-step 512 --eval-tokens 2048",
+        "eval": " --tokens 4096",
+        "analyze": " --samples 4",
+        "sample": " --tokens 8",
+    }
+    shown = ""
+    for line in lines:
+        flags = next((flags for word, flags in few.items() if f" {word} " in line), "")
+        shown += shell(line if "--dry-run" in line else line + flags, folder)
+    return shown
+
+
 @pytest.mark.slow
 def test_train_your_own(tmp_path):
-    """The commands as they stand, shortened to a few steps."""
-    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
-    short = " --steps 4 --tokens-per-step 512 --eval-tokens 2048"
-    shown = ""
-    for line in "".join(blocks(README, "bash")[2:]).splitlines():
-        few = {"train": short, "eval": " --tokens 4096", "analyze": " --samples 4"}
-        few["sample"] = " --tokens 8"
-        shortened = next((flags for word, flags in few.items() if f" {word} " in line), "")
-        shown += shell(line + shortened, tmp_path)
+    shown = shortened("".join(blocks(README, "bash")[2:]).splitlines(), tmp_path)
     assert "data/python: train" in shown
     assert "bits per byte" in shown
     assert "processes 2 x" in shown
@@ -111,6 +110,24 @@ def test_train_your_own(tmp_path):
     assert (tmp_path / "runs/first/checkpoints/step-00000004/model.safetensors").exists()
     (sharded,) = tmp_path.glob("runs/tiny-mgr-competitive-python-0/checkpoints/step-*")
     assert len(list(sharded.glob("shard-*"))) == 2
+
+
+def test_the_quickstart_sets_up_as_the_readme_does():
+    """Those commands are run from a fresh clone above."""
+    demo, by_hand, *_ = blocks(QUICKSTART, "bash")
+    assert demo == "make demo\n"
+    assert by_hand == blocks(README, "bash")[1]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_quickstart(tmp_path):
+    shown = shortened("".join(blocks(QUICKSTART, "bash")[2:]).splitlines(), tmp_path)
+    assert "bits per byte" in shown
+    assert "recompute" in shown, "the dry run shows the memory modes"
+    page = (tmp_path / "analysis/report.html").read_text()
+    assert "first" in page
+    assert "plain" in page
+    assert (tmp_path / "report/report.html").exists()
 
 
 COMMANDS = re.compile(r"^(?:torchrun .* -m )?multigate (train|prepare) (.*?)(?: *#.*)?$", re.M)
@@ -138,44 +155,6 @@ def test_the_commands_of_the_training_pages_are_understood(page, count):
                 assert options == {"memory": "invert", "keep": 0.02, "every": 8}
 
 
-def test_the_python_of_the_page_on_your_own_block_runs(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    namespace = {}
-    for block in blocks((ROOT / "docs/own_block.md").read_text(), "python"):
-        exec(compile(block, "own_block.md", "exec"), namespace)
-    assert namespace["beta"].shape == (2, 12, 4)
-
-
-def test_the_python_of_the_analysis_page_runs():
-    namespace = {}
-    for block in blocks((ROOT / "docs/analysis.md").read_text(), "python"):
-        exec(compile(block, "analysis.md", "exec"), namespace)
-    assert namespace["angles"]["streams"].shape == (4, 7, 7)
-    assert namespace["shares"].shape == (4, 13)
-    assert len(namespace["norms"].norms) == 13
-
-
-def test_the_commands_of_the_analysis_page_are_understood():
-    from multigate.__main__ import parse
-    from multigate.analysis.command import AnalyzeConfig, ReportConfig
-
-    kinds = {"analyze": AnalyzeConfig, "report": ReportConfig}
-    (lines,) = blocks((ROOT / "docs/analysis.md").read_text(), "bash")
-    for line in lines.splitlines():
-        _, command, *words = line.split("#")[0].split()
-        assert parse(kinds[command], words, command).runs == tuple(map(Path, words))
-
-
-def test_the_python_of_the_memory_page_runs():
-    namespace = {}
-    for block in blocks((ROOT / "docs/memory.md").read_text(), "python"):
-        exec(compile(block, "memory.md", "exec"), namespace)
-    assert all(f.weight.grad is not None for f in namespace["sublayers"])
-    assert namespace["stack"].residual.memory.mode == "recompute"
-    memory = namespace["model"].stack.residual.memory
-    assert (memory.mode, memory.keep, memory.every) == ("invert", 0.02, 8)
-
-
 def test_the_estimate_on_the_training_page_is_what_a_dry_run_shows(capsys, monkeypatch):
     from multigate.__main__ import main
 
@@ -189,15 +168,6 @@ def test_the_estimate_on_the_training_page_is_what_a_dry_run_shows(capsys, monke
     for mode, numbers in shown.items():
         expected = [float(x) for x in numbers.split()]
         assert [float(x) for x in written[mode].split()] == pytest.approx(expected, abs=0.011)
-
-
-def test_the_commands_of_the_kernels_page_are_understood():
-    from multigate.__main__ import parse
-    from multigate.bench import BenchConfig
-
-    lines = re.findall(r"^multigate bench (.*)$", (ROOT / "docs/kernels.md").read_text(), re.M)
-    configs = [parse(BenchConfig, line.split(), "bench") for line in lines]
-    assert [config.what for config in configs] == ["ops", "steps"]
 
 
 def test_the_figures_of_the_kernels_page_are_those_of_the_file():
@@ -216,25 +186,64 @@ def test_the_figures_of_the_kernels_page_are_those_of_the_file():
                     and (row["width"], row["tokens"], row["norm"]) == (width, 32768, False)
                 ]
                 assert found == [cell.strip()] * bool(cell.strip())
-    times = {}
-    for row in rows:
-        if row["case"] == "gate_pool" and row["n"] == 4 and row["tokens"] == 32768:
-            times[row["pass"], row["backend"], row["width"]] = row.get("us")
+    times = {
+        (row["pass"], row["backend"], row["n"], row["width"]): row.get("us")
+        for row in rows
+        if row["case"] == "gate_pool" and row["tokens"] == 32768
+    }
+    cells = [(4, width) for width in (768, 1024, 1280, 2048, 4096)] + [(8, 768), (8, 2048)]
     for name in ("forward", "backward"):
-        ratios = []
         for backend in ("cuda", "triton", "paper", "compile", "torch", "liger-mhc"):
             (line,) = re.findall(rf"^\| {name} \| `{backend}` \|(.*)\|$", text, re.M)
-            for width, cell in zip((768, 1024, 1280, 2048), line.split("|"), strict=True):
-                us = times.get((name, backend, width))
+            for where, cell in zip(cells, line.split("|"), strict=True):
+                us = times.get((name, backend, *where))
                 assert cell.strip() == ("" if us is None else f"{us:.0f}")
-                if backend == "compile":
-                    ratios.append(us / times[name, "cuda", width])
+        ratios = [
+            times[name, "compile", 4, width] / times[name, "cuda", 4, width]
+            for n, width in cells
+            if n == 4
+        ]
         readme = " ".join((ROOT / "README.md").read_text().split())
         assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in readme
     for row in rows:
-        if row["case"] == "step":
-            shown = f"| {row['ms']:.1f} | {row['tokens_per_s']:,.0f} | +{row['overhead']:.1%} |"
-            assert f"`{row['residual']}`, n = {row['n']} {shown}" in text
+        if row["case"] == "step" and row["memory"] == "store":
+            name = f"| {row['scale'].upper()} | `{row['residual']}`, n = {row['n']} "
+            shown = f"| {row['ms']:.1f} | {row['tokens_per_s']:,.0f} | +{row['overhead']:.1%} "
+            assert f"{name}{shown}| {row['peak_gib']:.2f} |" in text
+
+
+def test_the_figures_of_the_memory_page_are_those_of_the_files():
+    results = ROOT / "benchmarks/results"
+    text = (ROOT / "docs/memory.md").read_text()
+    rows = json.loads((results / "h200.json").read_text())["rows"]
+    steps = {
+        (row["scale"].upper(), str(row["n"]), row["residual"], row["memory"]): row
+        for row in rows
+        if row["case"] == "step"
+    }
+    shown = re.findall(r"^\| ([SML]) \| ([48]) \| `(\w+)` \| (.*) \|$", text, re.M)
+    modes = [key for key in steps if key[2] == "mgr-competitive"]
+    assert sorted((*line[:2], "mgr-competitive", line[2]) for line in shown) == sorted(modes)
+    for scale, n, memory, cells in shown:
+        row = steps[scale, n, "mgr-competitive", memory]
+        base = steps[scale, "1", "prenorm", "store"]["peak_gib"]
+        most = steps[scale, n, "mgr-competitive", "store"]["peak_gib"] - base
+        more = row["peak_gib"] - base
+        expected = f"{row['ms']:.1f} | +{row['overhead']:.1%} | {row['peak_gib']:.2f}"
+        assert cells == f"{expected} | {more:.2f} | {more / most:.0%}"
+    for name, study in json.loads((results / "memory_modes.json").read_text()).items():
+        gate, found = study["gate"], study["gradients"]
+        inverted, often = found["invert, keep 1%"], found["invert, keep 1%, every 8"]
+        line = (
+            f"| {name} | {gate['share below 0.1']:.1%} | {gate['max']:.2f} "
+            f"| {inverted['sublayers least']:.6f} | {inverted['gates least']:.6f} "
+            f"| {often['gates least']:.6f} |"
+        )
+        assert line in text
+        assert inverted["sublayers least"] >= 0.9999
+        assert inverted["gates least"] >= 0.999
+    for name, run in json.loads((results / "memory_curves.json").read_text()).items():
+        assert f"{run['val']:.4f} ({name})" in text
 
 
 def test_the_table_of_residuals_is_what_the_code_says():

@@ -1,4 +1,4 @@
-"""benchmarks/memory_modes.py: what the memory modes cost in accuracy, on a run of the trainer."""
+"""benchmarks/memory_modes.py and loss_curves.py: what the memory modes cost."""
 
 import json
 import subprocess
@@ -75,3 +75,24 @@ def test_drift_counts_from_the_last_step(study):
     first, second = drift([(y, open_, streams), (y, shut, new)], new, 0, None)
     assert first == 0
     assert 0 < second < 1e-5
+
+
+def test_loss_curves(tmp_path, monkeypatch, capsys):
+    """Means of ten steps; what is left of a last, shorter span is not a point."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import loss_curves
+
+    for name, shift in (("one", 0), ("two", 0.5)):
+        (tmp_path / name).mkdir()
+        records = [{"event": "train", "step": i, "loss": 25 - i + shift} for i in range(1, 26)]
+        records.append({"event": "val", "step": 25, "loss": 3 + shift})
+        text = "\n".join(json.dumps(record) for record in records)
+        (tmp_path / name / "log.jsonl").write_text(text)
+    runs = [str(tmp_path / name) for name in ("one", "two")]
+    monkeypatch.setattr(sys, "argv", ["loss_curves.py", *runs, "--out", str(tmp_path / "curves")])
+    loss_curves.main()
+    found = json.loads((tmp_path / "curves.json").read_text())
+    assert found["one"] == {"train": [19.5, 9.5], "val": 3}
+    assert found["two"] == {"train": [20, 10], "val": 3.5}
+    assert (tmp_path / "curves.png").stat().st_size > 5_000
+    assert "two: train 10.0000, val 3.5000" in capsys.readouterr().out

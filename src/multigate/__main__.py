@@ -64,10 +64,16 @@ def train_flags(arguments: Sequence[str]) -> "tuple[TrainConfig, bool]":
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """measure a trained run on held-out text: loss, perplexity, bits per byte"""
+    """measure a trained run on held-out text, or score it on tasks of EleutherAI's harness"""
     from .evaluate import EvalConfig, evaluate
 
-    evaluate(parse(EvalConfig, arguments, "eval"))
+    config = parse(EvalConfig, arguments, "eval")
+    if config.tasks:
+        from .harness import score_tasks
+
+        score_tasks(config)
+        return 0
+    evaluate(config)
     return 0
 
 
@@ -76,6 +82,14 @@ def sample(arguments: Sequence[str]) -> int:
     from .sample import SampleConfig, sample
 
     sample(parse(SampleConfig, arguments, "sample"))
+    return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    """write a trained run as a folder that Transformers loads"""
+    from .hf.export import ExportConfig, export
+
+    export(parse(ExportConfig, arguments, "export"))
     return 0
 
 
@@ -102,15 +116,41 @@ def bench(arguments: Sequence[str]) -> int:
     return 0
 
 
+def repro(arguments: Sequence[str]) -> int:
+    """run the paper's table again, with seeds and intervals"""
+    from .repro.command import repro, summary
+    from .repro.config import ReproConfig, SummaryConfig
+    from .repro.dry import dry_run
+
+    if arguments[:1] == ["summary"]:
+        summary(parse(SummaryConfig, arguments[1:], "repro summary"))
+        return 0
+    flags = [word for word in arguments if word != "--dry-run"]
+    note = (
+        "--dry-run trains nothing and shows the runs, their models and the memory they take. "
+        "`multigate repro summary OUT` makes the tables anew from what is kept."
+    )
+    config = parse(ReproConfig, flags, "repro", description=note)
+    if len(flags) < len(arguments):
+        dry_run(config)
+        return 0
+    done = repro(config)
+    if done.signal is not None:
+        return 128 + done.signal
+    return 1 if done.failed else 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo,
     "prepare": prepare,
     "train": train,
     "eval": evaluate,
     "sample": sample,
+    "export": export,
     "analyze": analyze,
     "report": report,
     "bench": bench,
+    "repro": repro,
 }
 NEEDED = ("rich", "safetensors", "tokenizers", "tyro")
 

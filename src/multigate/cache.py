@@ -61,6 +61,10 @@ class Cache:
 
     def append(self, tokens: Tensor) -> "Places":
         """Slots for `tokens` [B, T], taken from now on."""
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "a cache keeps nothing for a backward pass: call the GPT under torch.no_grad()."
+            )
         rows, count = tokens.shape
         if rows != self.batch:
             raise ValueError(f"the cache is for {self.batch} rows of tokens, got {rows}.")

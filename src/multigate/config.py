@@ -63,7 +63,8 @@ class TrainConfig:
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint of the run, if there is one."""
     init: Path | None = None
-    """Another run, whose weights this one starts from."""
+    """Another run, or a folder made by `multigate export` or save_pretrained of Transformers, whose
+    weights this one starts from."""
 
     steps: int = 1000
     tokens_per_step: int = 2048

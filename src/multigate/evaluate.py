@@ -1,4 +1,4 @@
-"""`multigate eval`: a trained run on prepared text."""
+"""`multigate eval`: a trained run on prepared text; with --tasks see `harness/`."""
 
 import json
 from dataclasses import dataclass, fields
@@ -16,15 +16,21 @@ from .evals import Score
 from .evals import evaluate as score
 from .gpt import GPT, GPTConfig
 
+LEAST = {"tokens": 1, "batch": 1, "shots": 0, "limit": 1, "new_tokens": 1}
+TEXT_FLAGS = {"split", "tokens"}
+TASK_FLAGS = {"task_folder", "shots", "limit", "new_tokens", "samples"}
+
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Measure a trained run on held-out text: loss, perplexity, bits per byte."""
+    """Measure a trained run on held-out text: loss, perplexity, bits per byte. With --tasks it is
+    scored on tasks of EleutherAI's harness instead (docs/evaluation.md)."""
 
     run: Path
     """The run's folder, or one of its checkpoints."""
     data: Path | None = None
-    """A prepared folder; None takes the one the run was trained on."""
+    """A prepared folder (for --tasks one with the run's tokenizer); None takes the one the run was
+    trained on."""
     split: str = "val"
     """val or test (or train)."""
     checkpoint: Literal["best", "last"] = "best"
@@ -35,14 +41,35 @@ class EvalConfig:
     """Windows computed at once; None chooses."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """auto: fp32 for --tasks and on a CPU, bf16 (or else fp16) on a GPU."""
     json: bool = False
     """Print one line of JSON and nothing else."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks, groups or tags of the harness; * stands for any letters."""
+    task_folder: Path | None = None
+    """A folder with tasks of your own (.yaml files), besides the harness's."""
+    shots: int | None = None
+    """Solved examples before every question; None takes what the task says."""
+    limit: int | None = None
+    """Score the first so many documents of every task only; None scores all."""
+    new_tokens: int | None = None
+    """The most tokens to write for an answer; None takes what the task says."""
+    samples: bool = False
+    """Keep what was asked and answered for every document too."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        if self.tasks == ():
+            raise ValueError("--tasks needs the name of a task.")
+        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        foreign = given & (TEXT_FLAGS if self.tasks else TASK_FLAGS)
+        if foreign:
+            flag = "--" + min(foreign).replace("_", "-")
+            what = "held-out text, not" if self.tasks else "tasks: name some"
+            raise ValueError(f"{flag} is for {what} with --tasks.")
 
 
 def load_model(path: Path, state: dict[str, Any]) -> GPT:

@@ -35,16 +35,18 @@ def generate(
     the last of which is a `stop` token if one was met. Nothing is padded, so the length says where
     a row has ended. A prompt is continued the same way alone and beside others.
 
-    temperature   0 takes the likeliest token; otherwise the logits are divided by it
-    top_k         only the k likeliest tokens
-    top_p         of those, only the fewest likeliest that have this much probability together
-    seed          a number for each prompt: a row then does not depend on the others; or one number
-                  from which the rows draw in turn, of which the first is as it would be alone.
-                  Without one, and without a `generator`, torch's own state decides.
-    stop          ids that end a row
-    vocab_size    only ids below it, where the model's vocabulary is padded beyond the tokenizer's
-    slide         what to do when the context is full: go on with the last `context` tokens, all of
-                  which are computed anew for every token (True), or refuse before the start
+        temperature   0 takes the likeliest token; otherwise the logits are divided by it
+        top_k         only the k likeliest tokens
+        top_p         of those, only the fewest likeliest that have this much probability together
+        seed          a number for each prompt: a row then does not depend on the others; or one
+                      number from which the rows draw in turn, of which the first is as it would
+                      be alone. Without one, and without a `generator`, torch's own state decides.
+        stop          ids that end a row
+        vocab_size    only ids below it, where the model's vocabulary is padded beyond the
+                      tokenizer's
+        slide         what to do when the context is full: go on with the last `context` tokens,
+                      all of which are computed anew for every token (True), or refuse before
+                      the start
     """
     rows = read_prompts(model, prompts)
     stream = generate_stream(

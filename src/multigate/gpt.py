@@ -113,8 +113,8 @@ class GPT(nn.Module):
     """A decoder-only transformer over any residual.
 
     `model(tokens)` gives logits [B, T, V]; `model(tokens, targets)` the mean cross entropy in nats.
-    With a `cache` the tokens of every call follow those of the calls before it; with `last` the
-    logits are those of the last position only, [B, 1, V].
+    With a `cache` the tokens of every call follow those of the calls before it. With `last` the
+    logits are those of so many last positions only, or of the positions that a tensor names.
     """
 
     rope_cos: Tensor
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         cache: Cache | None = None,
-        last: bool = False,
+        last: int | Tensor = 0,
     ) -> Tensor:
         self._check("token ids", tokens)
         length = tokens.shape[-1]
@@ -156,15 +156,11 @@ class GPT(nn.Module):
         if cache is None:
             h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
         else:
-            if torch.is_grad_enabled():
-                raise ValueError(
-                    "a cache keeps nothing for a backward pass: call the GPT under torch.no_grad()."
-                )
             places = cache.append(tokens)
             rotary = tuple(t[places.positions][:, None] for t in (self.rope_cos, self.rope_sin))
             h = self.stack(x, rotary, depth, places)
-        if last and targets is None:
-            h = h[:, -1:]
+        if targets is None:
+            h = h[:, slice(-last, None) if isinstance(last, int) else last]
         logits = F.linear(to_compute(h, self.embed.weight), self.embed.weight)
         if targets is None:
             return logits

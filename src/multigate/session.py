@@ -203,21 +203,34 @@ class Session:
         return model.to(self.compute.device)
 
     def _take_weights(self, model: GPT, run: Path) -> None:
-        """`init`: the best weights of another run, which has to be of the same architecture."""
-        path, stored = open_run(run)
-        if stored["tokenizer"] != self.data.tokenizer_fingerprint:
+        """`init`: the best weights of another run, or those that `save_pretrained` has written; of
+        the same architecture."""
+        # Here, because multigate.hf brings Transformers with it, which takes seconds to import.
+        from .hf.saved import is_saved_model, read_saved_config, read_weights
+
+        saved = is_saved_model(run)
+        if saved:
+            theirs, tokenizers = read_saved_config(run)
+        else:
+            path, stored = open_run(run)
+            theirs, tokenizers = stored["model"], [stored["tokenizer"]]
+        if tokenizers and self.data.tokenizer_fingerprint not in tokenizers:
             raise ValueError(
                 f"{run} was trained with another tokenizer than that of {self.data.folder}: "
-                "prepare the data with the tokenizer file in the folder of the run's data."
+                "prepare the data with the tokenizer file in the folder of the run's data (or, of "
+                "an exported model, in its own folder)."
             )
-        ours, theirs = compared(asdict(model.config)), compared(stored["model"])
+        ours, theirs = compared(asdict(model.config)), compared(theirs)
         changed = [k for k in ours if k not in ANY_WEIGHTS and theirs.get(k) != ours[k]]
         if changed:
             said = ", ".join(f"{k} {theirs.get(k)} -> {ours[k]}" for k in changed)
             raise ValueError(
                 f"{run} is of another architecture ({said}): start from a run of the same one."
             )
-        read_tensors(path, model.state_dict())
+        if saved:
+            read_weights(run, model)
+        else:
+            read_tensors(path, model.state_dict())
 
     def _plan(self, stored: dict[str, Any] | None) -> batching.Batching:
         """How a step is cut up; the way it was before, if nothing else is asked for."""

@@ -24,7 +24,7 @@ from .ops import Row, sentence
 
 BASELINE = "prenorm"
 SCALES = ("s", "m", "l", "wide")
-BATCH = {"s": 32, "m": 16, "l": 8, "wide": 8}
+BATCH = {"s": 32, "m": 32, "l": 32, "wide": 8}
 """Sequences a step."""
 WIDE = {"blocks": 4, "width": 4096, "heads": 32, "length": 1024}
 WARM = 3

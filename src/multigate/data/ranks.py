@@ -20,7 +20,7 @@ class RanksTokenizer(Tokenizer):
     def __init__(self, ranks: dict[bytes, int], name: str) -> None:
         check_ranks(ranks, name)
         super().__init__(name, len(ranks) + 1, len(ranks))
-        self._ranks = ranks
+        self.ranks = ranks
         tiktoken = optional("tiktoken", "data", f"the tokenizer {name!r}")
         self._inner = tiktoken.Encoding(
             name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={EOT: self.eot}
@@ -52,7 +52,7 @@ class RanksTokenizer(Tokenizer):
         return str(self._inner.decode([int(i) for i in ids]))
 
     def to_bytes(self) -> bytes:
-        by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
+        by_rank = sorted(self.ranks.items(), key=lambda item: item[1])
         lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in by_rank)
         return b"".join(lines)
 

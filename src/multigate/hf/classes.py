@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from multigate.data.optional import optional
-from multigate.residuals import build_residual
 
 from .decoder import FAMILIES, Family, build_layers, install
 from .layers import Layers
+from .weights import check_keys, check_weights, only_safetensors, readable, renew_buffers
 
 
 class WithResidual(nn.Module):
@@ -38,32 +38,27 @@ class WithResidual(nn.Module):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in Transformers, but a weight that is missing or left over is an error: Transformers
-        does not know how a residual starts."""
+        """As in Transformers, but only from safetensors, and a weight that is missing or left over
+        is an error."""
+        folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_weights(folder, kwargs)
         parent = cast(Any, super())
-        model, info = parent.from_pretrained(*args, output_loading_info=True, **kwargs)
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info.get(problem):
-                keys, what = sorted(map(str, info[problem])), problem.replace("_", " ")
-                raise ValueError(
-                    f"these are not the weights of a {cls.__name__} with this configuration "
-                    f"({len(keys)} {what}, the first is {keys[0]}): load plain weights into the "
-                    "plain model and give that to with_residual."
-                )
-        _renew_buffers(model)
+        with readable(folder):
+            model, info = parent.from_pretrained(*args, output_loading_info=True, **kwargs)
+        advice = ": load plain weights into the plain model and give that to with_residual"
+        check_keys(cls.__name__, info, advice)
+        entry = model.config.multigate
+        renew_buffers(model.stack.residual, entry["streams"], entry["options"])
         return (model, info) if output_loading_info else model
 
-
-def _renew_buffers(model: Any) -> None:
-    """Transformers leaves buffers that are not saved empty: take them from a new residual."""
-    residual, entry = model.stack.residual, model.config.multigate
-    fresh = build_residual(
-        residual.name, residual.dim, residual.depth, entry["streams"], **entry["options"]
-    )
-    saved = residual.state_dict()
-    for name, buffer in fresh.named_buffers():
-        if name not in saved:
-            residual.get_buffer(name).copy_(buffer)
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in Transformers, but never from a pickle."""
+        only_safetensors(checkpoint_files or [])
+        parent = cast(Any, super())
+        return parent._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
 class Classes(NamedTuple):
@@ -90,11 +85,16 @@ def classes(model_type: str) -> Classes:
 def register() -> None:
     """Make the classes known to the Auto classes; without Transformers there is nothing to do."""
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ModuleNotFoundError:
         return
     for model_type in FAMILIES:
         classes(model_type)
+    from .config import MultigateConfig
+    from .model import MultigateForCausalLM
+
+    transformers.AutoConfig.register(MultigateConfig.model_type, MultigateConfig)
+    transformers.AutoModelForCausalLM.register(MultigateConfig, MultigateForCausalLM)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,14 @@
     store       every step keeps the streams before it
     recompute   every `every`-th step does; those between are made once more from the sublayers'
                 outputs, which are kept in any case, bit for bit
-    invert      s = (s' - beta y) / (1 - beta), backwards from the last streams; a share `keep` of
+    invert      s = (s' - beta y) / (1 - beta), backwards from the last step's; a share `keep` of
                 the streams, those of the largest gate values, is kept as it was, and with `every`
                 all of them at every so many steps
     exact       the same, and two bits an element with which the streams are the same to the last
                 bit
 
 The first gated step keeps its streams in any mode: they are outputs of sublayers, which are kept.
+So does the last one of a chain: from there the others are found.
 
 A state is (streams,) where the next step shall keep them, or (streams, owed) in the middle of a
 chain: what the steps before are still to be given, by stand-ins (see ops/gate_pool/lean.py).
@@ -61,16 +62,20 @@ class Memory:
             )
 
     def ends(self, step: int, steps: int) -> bool:
-        """Whether a chain ends with gated step `step` of `steps`."""
-        every = self.every
-        if every is None:
-            every = round(math.sqrt(steps)) if self.mode == "recompute" else steps
-        return step == steps - 1 or (step + 1) % max(every, 1) == 0
+        """Whether a chain ends at gated step `step` of `steps`: with it in "recompute", before it
+        where steps are inverted, from the streams that this one keeps."""
+        if self.mode == "recompute":
+            every = self.every or max(round(math.sqrt(steps)), 1)
+            return step == steps - 1 or (step + 1) % every == 0
+        return step == steps - 1 or (self.every is not None and step % self.every == 0)
 
     def step(
         self, gate: Gate, y: Tensor, state: State, norm_weight: Tensor | None, last: bool
     ) -> tuple[Tensor, State, Tensor | None]:
         """h, the next state, and with "exact" how many elements could not be kept exactly."""
+        if last and self.mode != "recompute":
+            # Not after the step: to invert the last one from an output that is kept gains nothing.
+            state = (self.end(state, gate),)
         streams, owed, lost = state[0], state[1] if len(state) == 2 else None, None
         weights = (gate.w1, gate.w2, gate.b1, norm_weight)
         options = (gate.gate_variant, gate.eps, kernel_for(y, [streams]))
@@ -86,12 +91,12 @@ class Memory:
             before = owed[0] if owed else None
             if self.mode == "invert":
                 h, new, after = lean.Inverted.apply(
-                    y, streams, *weights, before, last, self.millionths, *options
+                    y, streams, *weights, before, self.millionths, *options
                 )
             else:
-                h, new, after, lost = lean.Exact.apply(y, streams, *weights, before, last, *options)
+                h, new, after, lost = lean.Exact.apply(y, streams, *weights, before, *options)
             owed = (after,)
-        return h, (new,) if last else (new, owed), lost
+        return h, (new,) if last and self.mode == "recompute" else (new, owed), lost
 
     def _owed(
         self,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from multigate.names import unknown
 from multigate.ops import depth_pool, gate_pool
 from multigate.ops.depth_pool.reference import depth_weights
-from multigate.ops.gate_pool import VARIANTS
 from multigate.ops.gate_pool import reference as maths
 
 from .base import Residual, State, register_residual
@@ -38,8 +37,8 @@ class MultiGateResidual(nn.Module):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        if gate_variant not in VARIANTS:
-            raise ValueError(unknown("gate variant", gate_variant, VARIANTS))
+        if gate_variant not in maths.VARIANTS:
+            raise ValueError(unknown("gate variant", gate_variant, maths.VARIANTS))
         if d_model < 1 or n_stream < 1:
             raise ValueError(
                 "MultiGateResidual needs a width and a number of streams of at least 1, got "
@@ -246,11 +245,10 @@ class MultiGate(Residual):
                 self.lost += lost
             return h, state
         h, new_streams = step(y, state, norm_weight)
-        inverts = self.memory.mode != "recompute" and not self._ends(i)
-        return h, (new_streams, ()) if inverts else (new_streams,)
+        return h, (new_streams,) if self.memory.mode == "recompute" else (new_streams, ())
 
     def _ends(self, i: int) -> bool:
-        """Whether a chain of steps that keep no streams ends with step i."""
+        """Whether a chain of steps that keep no streams ends at step i."""
         growth = min(self.streams - 1, self.depth)
         return self.memory.ends(i - growth, self.depth - growth)
 

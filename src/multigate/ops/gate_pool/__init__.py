@@ -11,8 +11,8 @@ from multigate.ops.checks import check_tensors
 
 from . import reference
 from .op import fused
+from .reference import VARIANTS
 
-VARIANTS = ("independent", "competitive")
 KERNELS = ("cuda", "triton")
 MOST_STREAMS = 16
 """That the kernels take."""

@@ -43,7 +43,7 @@ class Inverted(torch.autograd.Function):
     """A step whose backward pass gets the streams after it and hands on those before it.
 
     The inputs of the largest gate values, which invert worst, are kept as they are: `keep` in a
-    million pairs of token and stream. The `last` step of a chain keeps its own output.
+    million pairs of token and stream.
     """
 
     @staticmethod
@@ -56,7 +56,6 @@ class Inverted(torch.autograd.Function):
         bias: Tensor,
         norm_weight: Tensor | None,
         before: Tensor | None,
-        last: bool,
         keep: int,
         variant: str,
         eps: float,
@@ -68,7 +67,7 @@ class Inverted(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = (variant, eps, kernel)
         ctx.linked = before is not None
-        ctx.save_for_backward(y, *weights, saved, rows, index, new if last else None)
+        ctx.save_for_backward(y, *weights, saved, rows, index)
         return h, new, stand_in(new)
 
     @staticmethod
@@ -76,12 +75,12 @@ class Inverted(torch.autograd.Function):
     def backward(
         ctx: Any, grad_h: Tensor | None, grad_new: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        y, *weights, saved, rows, index, new = ctx.saved_tensors
-        after = handed(after if new is None else new, "invert")
+        y, *weights, saved, rows, index = ctx.saved_tensors
+        after = handed(after, "invert")
         streams, *grads = passes.invert_backward(
             grad_h, grad_new, y, after, tuple(weights), saved, rows, index, *ctx.options
         )
-        return (*grads, streams if ctx.linked else None, *[None] * 5)
+        return (*grads, streams if ctx.linked else None, *[None] * 4)
 
 
 class Exact(torch.autograd.Function):
@@ -97,7 +96,6 @@ class Exact(torch.autograd.Function):
         bias: Tensor,
         norm_weight: Tensor | None,
         before: Tensor | None,
-        last: bool,
         variant: str,
         eps: float,
         kernel: str,
@@ -109,7 +107,7 @@ class Exact(torch.autograd.Function):
         ctx.mark_non_differentiable(lost)
         ctx.options = options
         ctx.linked = before is not None
-        ctx.save_for_backward(y, *weights, new if last else None, saved, *kept)
+        ctx.save_for_backward(y, *weights, saved, *kept)
         return h, new, stand_in(new), lost
 
     @staticmethod
@@ -121,13 +119,13 @@ class Exact(torch.autograd.Function):
         after: Tensor | None,
         _: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        y, w_gate, w_pool, bias, norm_weight, new, saved, *kept = ctx.saved_tensors
-        after = handed(after if new is None else new, "exact")
+        y, w_gate, w_pool, bias, norm_weight, saved, *kept = ctx.saved_tensors
+        after = handed(after, "exact")
         weights = (w_gate, w_pool, bias, norm_weight)
         streams, *grads = passes.exact_backward(
             grad_h, grad_new, y, after, weights, saved, kept, *ctx.options
         )
-        return (*grads, streams if ctx.linked else None, *[None] * 4)
+        return (*grads, streams if ctx.linked else None, *[None] * 3)
 
 
 class Replayed(torch.autograd.Function):
@@ -180,7 +178,7 @@ class Replayed(torch.autograd.Function):
 
 def replayed(block: list[Tensor], steps: int, options: tuple[str, float, str]) -> list[Tensor]:
     """The streams after each step of a block."""
-    states = block[:1]
+    states = list(block[:1])
     for j in range(steps):
         y, w_gate, w_pool, bias, norm_weight = block[1 + 5 * j : 6 + 5 * j]
         weights = (w_gate, w_pool, bias, norm_weight)

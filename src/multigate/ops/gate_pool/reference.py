@@ -8,6 +8,8 @@ from torch import Tensor
 
 from multigate.numerics import score, wide
 
+VARIANTS = ("independent", "competitive")
+
 
 def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float) -> Tensor:
     """beta: how far each stream moves towards the sublayer's output.

@@ -1,0 +1,197 @@
+"""`multigate repro`: run what is missing of a study, and make its tables from what is kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from multigate.data import open_data
+from multigate.lock import locked
+from multigate.session import find_data
+from multigate.signals import caught_signals
+
+from .config import ReproConfig, SummaryConfig
+from .kept import Kept, changes, publishable, read_all, read_kept
+from .look import look_into
+from .plan import Planned, checks, ordered, planned
+from .queue import Clock, Outcome, Queue, slots
+from .settings import settle
+from .summary import summarize
+from .worker import Job
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of it."""
+
+    out: Path
+    finished: Sequence[str]
+    failed: Sequence[str]
+    missing: Sequence[str]
+    """Neither finished nor failed: time was up, or somebody stopped it."""
+    signal: int | None = None
+
+
+class Sitting:
+    """One call of the command."""
+
+    def __init__(self, config: ReproConfig, console: Console, caught: Sequence[int]) -> None:
+        self.config, self.out = config, config.folder
+        self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        self.study = config.declared()
+        self.keys = self.study.chosen(config.rows)
+        self.clock = Clock(config.budget_minutes, caught)
+        self.base = config.recipe()
+        data = find_data(self.base.data, self.base.tokenizer, True, self.say)
+        self.base = replace(self.base, data=str(data))
+        rates = (config.lr_factors, config.factors)
+        self.settings = settle(self.out, self.base, open_data(data), *rates)
+        self.places = slots(self.base.device, config.jobs)
+        self.count, self.total = 0, 0
+
+    def go(self) -> Done:
+        self._say_what()
+        runs = self._check_learning_rate()
+        if self.settings.lr_factor is not None:
+            runs = self._possible(self._planned(self.settings.lr_factor))
+            self._note(runs)
+            self._run(runs)
+        kept = read_all(self.out)
+        names = [run.name for run in runs]
+        finished = [name for name in names if name in kept and kept[name].finished]
+        failed = [name for name in names if name in kept and not kept[name].finished]
+        missing = [name for name in names if name not in kept]
+        if self.study.analyze and not missing and finished:
+            first = [run for run in runs if run.seed == self.config.seeds[0]]
+            folders = [run.config.folder for run in first if run.name in finished]
+            look_into(folders, self.base, self.out, self.clock, self.places[0], self.say)
+        for path in summarize(self.out, self.config.figures, self.say):
+            self.say(f"written: {path}")
+        self.say(
+            f"{len(finished)} of {len(names)} runs are finished"
+            + (f", {len(failed)} have failed" if failed else "")
+            + ("; the same command goes on" if missing or failed else "")
+        )
+        return Done(self.out, finished, failed, missing, next(iter(self.clock.caught), None))
+
+    def _say_what(self) -> None:
+        c, places = self.base, self.places
+        where = f"{len(places)} at a time" + (" on GPUs" if places[0] is not None else "")
+        self.say(
+            f"{self.study.title} at {c.scale}: {c.steps} steps of {c.tokens_per_step:,} tokens of "
+            f"{c.data}, {where}; runs in {self.config.runs_folder}, results in {self.out}"
+        )
+
+    def _planned(self, factor: float) -> list[Planned]:
+        config = self.config
+        order = ordered(self.study, self.keys, config.seeds, config.extra_seeds)
+        return [planned(self.base, config.runs_folder, *pair, factor) for pair in order]
+
+    def _possible(self, runs: list[Planned]) -> list[Planned]:
+        """Without those whose model there is not, such as more blocks than sublayers."""
+        impossible = {run.cell.label: why for run in runs if (why := run.impossible)}
+        for label, why in impossible.items():
+            self.say(f"left out: {label}: {why}")
+        left_out = {**self.settings.left_out, **impossible}
+        self.settings = replace(self.settings, left_out=left_out)
+        return [run for run in runs if run.cell.label not in impossible]
+
+    def _note(self, runs: Sequence[Planned]) -> None:
+        """Write down what is asked for, before any of it is done."""
+        names, command = [run.name for run in runs], self.config.command()
+        self.settings = self.settings.asked(self.study.name, names, command)
+        self.settings.write(self.out)
+
+    def _check_learning_rate(self) -> list[Planned]:
+        """Choose the learning rates, if that is still to do: PreNorm's best on val."""
+        config, factors = self.config, self.settings.lr_factors
+        runs = checks(self.study, self.base, config.runs_folder, config.seeds, factors)
+        if self.settings.lr_factor is not None:
+            return runs
+        self.settings = replace(self.settings, lr_runs=[run.name for run in runs])
+        self._note(runs)
+        self._run(runs)
+        kept = read_all(self.out)
+        if any(run.name not in kept for run in runs):
+            return runs
+        scores = {
+            factor: score["loss"]
+            for run, factor in zip(runs, factors, strict=True)
+            if (score := kept[run.name].score("val")) is not None
+        }
+        if not scores:
+            raise ValueError(
+                "PreNorm has failed at every learning rate, so there is nothing to compare with: "
+                f"{kept[runs[0].name].failure}"
+            )
+        best = min(scores, key=scores.__getitem__)
+        self.settings = replace(self.settings, lr_factor=best)
+        self.settings.write(self.out)
+        rates = ", ".join(f"{loss:.4f} at {factor:g}" for factor, loss in scores.items())
+        self.say(f"learning rates: {best:g} times the recipe's (val loss {rates})")
+        return runs
+
+    def _run(self, runs: Sequence[Planned]) -> None:
+        """What of `runs` is missing: what failed before comes after what was never tried."""
+        kept = read_all(self.out)
+        for run in runs:
+            self._check_same(run, kept.get(run.name))
+        todo = [run for run in runs if run.name not in kept or not kept[run.name].finished]
+        todo.sort(key=lambda run: run.name in kept)
+        self.count, self.total = len(runs) - len(todo), len(runs)
+        if self.count:
+            self.say(f"{self.count} of {self.total} runs are finished already")
+        at_once = self.config.jobs
+        jobs = [Job(run.config, self.out / "runs" / run.name, at_once) for run in todo]
+        Queue(self.places, self.clock, self.say, self._ended).drain(jobs)
+
+    def _check_same(self, run: Planned, kept: Kept | None) -> None:
+        found = changes(kept.config, publishable(run.config)) if kept is not None else []
+        if found:
+            raise ValueError(
+                f"{self.out} holds the run {run.name} with other settings ({'; '.join(found)}): "
+                f"remove {self.out / 'runs' / run.name} and {run.config.folder} to make it again, "
+                "or give another --out and --runs."
+            )
+
+    def _ended(self, outcome: Outcome) -> None:
+        name = str(outcome.job.config.name)
+        if outcome.state == "stopped":
+            self.say(f"stopped: {name}, which goes on with the same command")
+            return
+        self.count += 1
+        head = f"[{self.count}/{self.total}] {name}, {outcome.seconds:.0f} s: "
+        # A kill may be next: the table is as new as the runs.
+        summarize(self.out, False, self.say)
+        if outcome.state == "failed":
+            self.say(f"{head}failed: {outcome.reason}")
+            return
+        kept = read_kept(self.out / "runs" / name)
+        scores = {split: kept.score(split) for split in ("val", "test")}
+        said = [f"{split} {score['loss']:.4f}" for split, score in scores.items() if score]
+        self.say(head + ", ".join([f"train {kept.train:.4f}", *said]))
+
+
+def repro(config: ReproConfig, console: Console | None = None) -> Done:
+    """Run what is missing of a study, as far as time allows, and write its tables."""
+    runs = config.runs_folder
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"runs cannot be kept in {runs} ({error.strerror}): choose another folder with --runs."
+        ) from None
+    busy = f"another `multigate repro` has its runs in {runs}: wait, or give another --runs."
+    with locked(runs / ".lock", busy), caught_signals() as caught:
+        return Sitting(config, console or Console(), caught).go()
+
+
+def summary(config: SummaryConfig, console: Console | None = None) -> list[Path]:
+    """The tables of a folder made anew; returns the files."""
+    say = partial((console or Console()).print, highlight=False, markup=False, soft_wrap=True)
+    written = summarize(config.out, config.figures, say)
+    for path in written:
+        say(f"written: {path}")
+    return written

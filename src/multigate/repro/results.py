@@ -1,0 +1,183 @@
+"""The numbers of a study, from what is kept of its runs."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .cells import Cell
+from .kept import Kept, read_all
+from .plan import run_name, split_name
+from .settings import Settings
+from .stats import paired, spread
+from .studies import STUDIES, Group
+
+LOSSES = ("train", "val", "test")
+ENVIRONMENT = ("device", "torch", "cuda", "precision", "kernel", "multigate", "commit", "source")
+
+
+def losses(run: Kept) -> dict[str, float]:
+    """By name; val and test on every token of the split, with the weights of the last step."""
+    scores = {split: run.score(split) for split in LOSSES[1:]}
+    return {"train": run.train} | {split: s["loss"] for split, s in scores.items() if s}
+
+
+def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
+    """All that the tables of the study `name` say, as plain values."""
+    kept = read_all(out)
+    study = STUDIES[name](settings.config["scale"])
+    found = Finished(kept, 1.0 if settings.lr_factor is None else settings.lr_factor)
+    cells = study.cells()
+    asked = settings.studies[name]
+    runs = {run: kept[run] for run in asked if run in kept}
+    finished = {run: k for run, k in runs.items() if k.finished}
+
+    def table(of: Group) -> dict[str, Any]:
+        # The first table is where the better of two stands for both; elsewhere both are shown.
+        return group(of, of is study.groups[0], cells, found, asked, settings.config["scale"])
+
+    return {
+        "study": name,
+        "title": study.title,
+        "commands": list(settings.commands[name]),
+        "config": dict(settings.config),
+        "data": dict(settings.data),
+        "learning_rate": learning_rate(settings, kept),
+        "groups": [g for g in map(table, study.groups) if g["rows"]],
+        "runs": {run: measured(k) for run, k in finished.items()},
+        "failed": {run: k.failure for run, k in runs.items() if not k.finished},
+        "missing": [run for run in asked if run not in kept],
+        "left_out": {
+            cell.label: settings.left_out[cell.label]
+            for cell in cells.values()
+            if cell.label in settings.left_out
+        },
+        "made_with": made_with(finished.values()),
+    }
+
+
+class Finished:
+    """The finished runs of a cell, by seed."""
+
+    def __init__(self, kept: Mapping[str, Kept], factor: float) -> None:
+        self.kept, self.factor = kept, factor
+        self.seeds = sorted({int(run.config["seed"]) for run in kept.values()})
+
+    def of(self, key: str) -> dict[int, Kept]:
+        named = {seed: self.kept.get(run_name(key, seed, self.factor)) for seed in self.seeds}
+        return {seed: run for seed, run in named.items() if run is not None and run.finished}
+
+    def losses(self, key: str, name: str) -> dict[int, float]:
+        found = {seed: losses(run) for seed, run in self.of(key).items()}
+        return {seed: loss[name] for seed, loss in found.items() if name in loss}
+
+    def best(self, cell: Cell) -> str:
+        """The cell or the alternative with the lowest mean val loss over the seeds all have."""
+        candidates = {key: self.losses(key, "val") for key in (cell.key, *cell.alternatives)}
+        tried = {key: values for key, values in candidates.items() if values}
+        common = set.intersection(*map(set, tried.values())) if tried else set[int]()
+        if not common:
+            return next(iter(tried), cell.key)
+        return min(tried, key=lambda key: sum(tried[key][seed] for seed in common))
+
+
+def group(
+    of: Group,
+    choose: bool,
+    cells: Mapping[str, Cell],
+    found: Finished,
+    asked: Iterable[str],
+    scale: str,
+) -> dict[str, Any]:
+    """The rows that were ever asked for."""
+    wanted = {split_name(name)[0] for name in asked}
+    chosen = [
+        (cell, cells[found.best(cell)] if choose else cell)
+        for cell in of.cells
+        if cell.key in wanted
+    ]
+    rows = [row(cell, shown, cells, found, scale) for cell, shown in chosen]
+    return {"title": of.title, "about": of.about, "rows": rows}
+
+
+def row(
+    cell: Cell, shown: Cell, cells: Mapping[str, Cell], found: Finished, scale: str
+) -> dict[str, Any]:
+    """A row of a table: `shown` in the place of `cell`."""
+    runs = found.of(shown.key)
+    # A cell that is compared with one of another study has nothing beside it.
+    other = cells.get(shown.against)
+    values: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
+    for name in LOSSES:
+        own = found.losses(shown.key, name)
+        over_seeds = spread(list(own.values()))
+        values[name] = None if over_seeds is None else plain(over_seeds)
+        if other is not None and other.key != shown.key:
+            difference = paired(own, found.losses(other.key, name))
+            if difference is not None:
+                differences[name] = {**plain(difference), "verdict": difference.verdict}
+    speeds = [run.speed for run in runs.values() if run.speed is not None]
+    memory = [run.memory for run in runs.values() if run.memory is not None]
+    return {
+        "key": cell.key,
+        "cell": shown.key,
+        "label": shown.label,
+        "against": other.label if other is not None and other.key != shown.key else None,
+        "seeds": sorted(runs),
+        "parameters": next((run.parameters for run in runs.values()), None),
+        "losses": values,
+        "differences": differences,
+        "paper": paper(shown, cells, scale),
+        "tokens_per_second": round(median(speeds)) if speeds else None,
+        "memory_gib": max(memory) if memory else None,
+        "at_once": max((run.environment.get("at_once", 1) for run in runs.values()), default=1),
+    }
+
+
+def paper(cell: Cell, cells: Mapping[str, Cell], scale: str) -> dict[str, Any] | None:
+    """The paper's figures at this scale; S stands for what is smaller."""
+    at = scale if scale in ("s", "m", "l") else "s"
+    if at not in cell.paper:
+        return None
+    train, val = cell.paper[at]
+    other = cells.get(cell.against)
+    difference = round(val - other.paper[at][1], 4) if other and at in other.paper else None
+    return {"scale": at, "train": train, "val": val, "difference": difference}
+
+
+def measured(run: Kept) -> dict[str, Any]:
+    """The numbers of one run."""
+    bits = {split: run.score(split) for split in LOSSES[1:]}
+    return {
+        **{name: round(loss, 6) for name, loss in losses(run).items()},
+        **{f"{split}_bits_per_byte": s["bits_per_byte"] for split, s in bits.items() if s},
+        "parameters": run.parameters,
+        "tokens_per_second": run.speed,
+        "memory_gib": run.memory,
+    }
+
+
+def learning_rate(settings: Settings, kept: Mapping[str, Kept]) -> dict[str, Any]:
+    """What the check has seen, and what was chosen."""
+    optim = settings.config["optim"]
+    checked = []
+    for factor, name in zip(settings.lr_factors, settings.lr_runs, strict=False):
+        run = kept.get(name)
+        numbers = {k: round(v, 6) for k, v in losses(run).items()} if run and run.finished else {}
+        rates = {rate: factor * optim[rate] for rate in ("lr_muon", "lr_adamw")}
+        checked.append({"run": name, "factor": factor, **rates, **numbers})
+    return {"factor": settings.lr_factor, "checked": checked}
+
+
+def made_with(runs: Iterable[Kept]) -> dict[str, list[Any]]:
+    """What the runs were made with: more than one value where they were not made alike."""
+    return {
+        name: list(dict.fromkeys(run.environment.get(name) for run in runs)) for name in ENVIRONMENT
+    }
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """A small dataclass as a table of rounded numbers."""
+    table = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items()}
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in table.items()}

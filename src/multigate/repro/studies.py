@@ -1,0 +1,201 @@
+"""The studies: which cells they have, and how a table groups them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multigate.names import unknown
+
+from .cells import (
+    BLOCK_4,
+    BLOCK_8,
+    COMPETITIVE_4,
+    COMPETITIVE_8,
+    FULL,
+    INDEPENDENT_4,
+    INDEPENDENT_8,
+    PRENORM,
+    RELATED,
+    ROWS,
+    SCALED,
+    Cell,
+)
+
+LEARNING_RATES = (0.5, 1.0, 2.0)
+"""Times the learning rates of the recipe; PreNorm chooses among them on val."""
+DEPTHS = {
+    "tiny": ((3, 192, 1), (12, 96, 1)),
+    "mini": ((6, 512, 4), (24, 256, 2)),
+    "s": ((6, 1024, 8), (24, 512, 4)),
+}
+"""Blocks, width and heads at nearly the parameters of the scale itself."""
+DEEP = {"tiny": (12, 64, 1), "mini": (36, 256, 2), "s": (36, 512, 4)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells of one table, in order; a cell may be in several."""
+
+    title: str
+    cells: Sequence[Cell]
+    about: str = ""
+    extra: bool = False
+    """Whether fewer seeds will do: see `extra_seeds` of the command."""
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    title: str
+    page: str
+    """The file of its tables; its numbers are in a .json of its own."""
+    numbers: str
+    groups: Sequence[Group]
+    baseline: Cell = PRENORM
+    """What the learning rates are checked on."""
+    learning_rates: Sequence[float] = (1.0,)
+    analyze: bool = False
+    """Whether `multigate analyze` looks into its runs in the end."""
+
+    def cells(self) -> dict[str, Cell]:
+        """Every cell once, by key, in the order in which they are most useful."""
+        return {cell.key: cell for group in self.groups for cell in group.cells}
+
+    def chosen(self, rows: Sequence[str]) -> list[str]:
+        """The keys that `rows` name, each with its alternatives; all of them for none."""
+        cells = self.cells()
+        for name in rows:
+            if name not in cells:
+                raise ValueError(unknown(f"row of {self.name}", name, cells))
+        wanted = {key for name in rows for key in (name, *cells[name].alternatives)}
+        return [key for key in cells if not rows or key in wanted]
+
+
+def table1(scale: str) -> Study:
+    """The nine rows of the paper, and the work it only cites."""
+    variants = [
+        cell for pair in zip((BLOCK_4, BLOCK_8, FULL), SCALED, strict=True) for cell in pair
+    ]
+    return Study(
+        "table1",
+        "Table 1",
+        "TABLE.md",
+        "results.json",
+        [
+            Group("The rows of the paper's table", ROWS),
+            Group(
+                "AttnRes with and without 1/sqrt(d)",
+                variants,
+                "The paper does not say whether the logits of its AttnRes are divided by sqrt(d): "
+                "both were run, and the one with the lower mean val loss stands above.",
+            ),
+            Group("Related work that the paper cites", RELATED, extra=True),
+        ],
+        # The paper has chosen the learning rates of its own scales.
+        learning_rates=LEARNING_RATES if scale in ("tiny", "mini") else (1.0,),
+    )
+
+
+def ablations(scale: str) -> Study:
+    """What the paper leaves open, one question a table."""
+    competitive, eight = COMPETITIVE_4, COMPETITIVE_8
+    independent, independent_8 = INDEPENDENT_4, INDEPENDENT_8
+    # Calibrated, four streams over 24 sublayers begin with -3.
+    own = [biased(independent, b) for b in (-1.0, "calibrated", -5.0)]
+    biases = [competitive, *(biased(competitive, b) for b in (-1.0, -3.0, -5.0)), independent, *own]
+    numbers = [with_streams(competitive, n) for n in (1, 2, 12)]
+    floats = [
+        variant(of, "float32", "streams in float32", stream_dtype="float32")
+        for of in (PRENORM, FULL, competitive)
+    ]
+    modes = [
+        variant(competitive, mode, f"memory {mode}", memory=mode)
+        for mode in ("recompute", "invert", "exact")
+    ]
+    return Study(
+        "ablations",
+        "Ablations",
+        "ABLATIONS.md",
+        "ablations.json",
+        [
+            Group(
+                "Initial gate bias",
+                [*biases, independent_8, biased(independent_8, "calibrated")],
+                "Without a remark: the paper's formula, with n the number of streams for both "
+                "gates; calibrated: n = 1 in it for the independent gate, which then begins with "
+                "the same gates as the competitive one.",
+            ),
+            Group("Number of streams", [PRENORM, *numbers[:2], competitive, eight, numbers[2]]),
+            Group(
+                "AttnRes with and without 1/sqrt(d)",
+                [
+                    cell
+                    for of, to in zip((BLOCK_4, BLOCK_8, FULL), SCALED, strict=True)
+                    for cell in (of, replace(to, against=of.key))
+                ],
+            ),
+            Group(
+                "Depth at nearly equal parameters",
+                [PRENORM, FULL, competitive, *depths(scale)],
+                "Each against PreNorm of its own shape.",
+            ),
+            Group("Streams in float32", [PRENORM, FULL, competitive, *floats]),
+            Group("Memory mode", [competitive, *modes]),
+        ],
+        learning_rates=LEARNING_RATES if scale in ("tiny", "mini") else (1.0,),
+    )
+
+
+def deep(scale: str) -> Study:
+    """Many narrow blocks, looked into by `multigate analyze`."""
+    if scale not in DEEP:
+        raise ValueError(f"the study deep has a shape at the scales {', '.join(DEEP)} only.")
+    blocks, width, heads = DEEP[scale]
+    size = {"blocks": blocks, "width": width, "heads": heads}
+    cells = [
+        replace(cell, model={**cell.model, **size}, alternatives=(), paper={})
+        for cell in (PRENORM, BLOCK_8, FULL, INDEPENDENT_8, COMPETITIVE_8)
+    ]
+    invert = variant(
+        cells[-1],
+        "invert",
+        "memory invert, p=0.01",
+        memory="invert",
+        residual_options={"keep": 0.01},
+    )
+    cells = [replace(cell, key=f"deep-{cell.key}", against="deep-prenorm") for cell in cells]
+    inverted = replace(invert, key=f"deep-{invert.key}", against=cells[-1].key)
+    title = f"Deep models: {blocks} blocks of width {width}"
+    group = Group("Loss", [*cells, inverted])
+    return Study("deep", title, "DEEP.md", "deep.json", [group], cells[0], analyze=True)
+
+
+STUDIES = {"table1": table1, "ablations": ablations, "deep": deep}
+
+
+def variant(of: Cell, suffix: str, label: str, **model: Any) -> Cell:
+    """`of` with something changed, compared with `of`."""
+    changed: Mapping[str, Any] = {**of.model, **model}
+    return Cell(f"{of.key}-{suffix}", f"{of.label}, {label}", of.residual, changed, of.key)
+
+
+def biased(of: Cell, bias: str | float) -> Cell:
+    word = bias if isinstance(bias, str) else f"bias-minus{-bias:g}"
+    label = bias if isinstance(bias, str) else f"bias {bias:g}"
+    return variant(of, word, label, residual_options={"bias_init": bias})
+
+
+def with_streams(of: Cell, n: int) -> Cell:
+    """The same method with n streams, compared with PreNorm as the others are."""
+    key, label = of.key.rpartition("-")[0], of.label.partition(" (")[0]
+    return Cell(f"{key}-{n}", f"{label} (n={n})", of.residual, {**of.model, "streams": n})
+
+
+def depths(scale: str) -> Iterator[Cell]:
+    """PreNorm, Full AttnRes and competitive MGR in other shapes of as many parameters."""
+    for blocks, width, heads in DEPTHS.get(scale, ()):
+        size = {"blocks": blocks, "width": width, "heads": heads}
+        shape = f"{blocks}x{width}"
+        for of in (PRENORM, FULL, COMPETITIVE_4):
+            changed = variant(of, shape, shape, **size)
+            yield replace(changed, against=f"{PRENORM.key}-{shape}")

@@ -1,0 +1,178 @@
+"""TABLE.md: what was run, what was seen, and what cannot be told."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+NOTHING = "-"
+NAMES = {"source": "digest of the code"}
+"""Words for what a run was made with, where its own name does not say it."""
+Result = Mapping[str, Any]
+
+
+def page(found: Result) -> str:
+    """The tables of a study as Markdown, from `results`."""
+    parts = [f"# {found['title']}, scale {found['config']['scale']}", *about(found)]
+    for group in found["groups"]:
+        parts += [f"## {group['title']}", *([group["about"]] if group["about"] else [])]
+        parts.append(group_table(group, found))
+    parts += learning_rate(found["learning_rate"])
+    parts += inside(found.get("inside"))
+    parts += shortcomings(found)
+    return "\n\n".join(parts) + "\n"
+
+
+def about(found: Result) -> Iterator[str]:
+    """What all runs have in common, and how to read the columns."""
+    config, data = found["config"], found["data"]
+    optim, factor = config["optim"], found["learning_rate"]["factor"] or 1.0
+    splits = ", ".join(f"{name} {tokens:,}" for name, tokens in data["tokens"].items())
+    yield (
+        f"{len(found['runs'])} finished runs of {config['steps']:,} steps of "
+        f"{config['tokens_per_step']:,} tokens. Text `{data['name']}` (tokens: {splits}; "
+        f"fingerprint {data['fingerprint'][:12]}). Muon {factor * optim['lr_muon']:g}, AdamW "
+        f"{factor * optim['lr_adamw']:g}, warm-up {optim['warmup']} steps. Within a seed all runs "
+        "have the same data in the same order, the same hyper-parameters and the same rules of "
+        "initialisation."
+    )
+    yield (
+        "Losses are in nats a token: `train` is the mean of the last 200 steps; `val` and `test` "
+        "are over every token of the split, with the weights of the last step. They are given as "
+        "mean ± standard deviation over seeds. A difference is the mean over seeds of the "
+        "difference within a seed, ± its 95% interval by Student's t. The verdict is on "
+        f"{'test' if 'test' in data['tokens'] else 'val, for there is no test text'}: a *lower* or "
+        "*higher* loss, or *cannot tell* where the difference is within its interval; one seed has "
+        "no interval. Choices were made on val. Tokens/s are the median over the second half of a "
+        "run."
+    )
+    papers = [row["paper"] for group in found["groups"] for row in group["rows"] if row["paper"]]
+    if papers and papers[0]["scale"] != config["scale"]:
+        yield (
+            f"The paper has no scale {config['scale']}. Its figures beside are those of S, a "
+            "larger model on other text: compare the differences, not the losses."
+        )
+    made = found["made_with"]
+    there = {name: [str(v) for v in values if v is not None] for name, values in made.items()}
+    words = [
+        f"{NAMES.get(name, name)} {' and '.join(values)}"
+        for name, values in there.items()
+        if values
+    ]
+    if words:
+        yield f"Made with: {'; '.join(words)}."
+    commands = [f"`{command}`" for command in found["commands"]]
+    yield (
+        f"By {' and '.join(commands)}. `multigate repro summary` with this folder makes the tables "
+        "anew from the logs in `runs/`."
+    )
+
+
+def group_table(group: Result, found: Result) -> str:
+    rows = group["rows"]
+    others = {row["against"] for row in rows if row["against"]}
+    several = len(others) > 1
+    beside = f"- {next(iter(others))}" if len(others) == 1 else "difference"
+    papers = [row["paper"] for row in rows if row["paper"]]
+    at = papers[0]["scale"].upper() if papers else ""
+    test = "test" in found["data"]["tokens"]
+    head = ["model", "parameters", "seeds", "train", "val", *(["test"] if test else [])]
+    head += [f"val {beside}", *([f"test {beside}"] if test else []), "verdict"]
+    head += [*(["compared with"] if several else [])]
+    head += [f"paper {at}: train / val", f"paper {at}: val {beside}"] if papers else []
+    head += ["tokens/s", "peak GiB"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for row in rows:
+        splits = ("val", "test") if test else ("val",)
+        cells = [row["label"], number(row["parameters"]), str(len(row["seeds"]))]
+        cells += [spread(row["losses"][name]) for name in ("train", *splits)]
+        cells += [difference(row["differences"].get(name)) for name in splits]
+        decisive = row["differences"].get(splits[-1])
+        cells.append(decisive["verdict"] if decisive else NOTHING)
+        if several:
+            cells.append(row["against"] or NOTHING)
+        if papers:
+            cells += paper(row["paper"])
+        speed = number(row["tokens_per_second"])
+        cells.append(speed if row["at_once"] == 1 else f"{speed} ({row['at_once']} at once)")
+        cells.append(NOTHING if row["memory_gib"] is None else f"{row['memory_gib']:.2f}")
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: int | None) -> str:
+    return NOTHING if value is None else f"{value:,}"
+
+
+def spread(value: Result | None) -> str:
+    if value is None:
+        return NOTHING
+    mean = f"{value['mean']:.4f}"
+    return mean if value["deviation"] is None else f"{mean} ± {value['deviation']:.4f}"
+
+
+def difference(value: Result | None) -> str:
+    if value is None:
+        return NOTHING
+    mean = f"{value['mean']:+.4f}"
+    return mean if value["half"] is None else f"{mean} ± {value['half']:.4f}"
+
+
+def paper(value: Result | None) -> Sequence[str]:
+    if value is None:
+        return (NOTHING, NOTHING)
+    apart = NOTHING if not value["difference"] else f"{value['difference']:+.4f}"
+    return (f"{value['train']:.4f} / {value['val']:.4f}", apart)
+
+
+def learning_rate(check: Result) -> Iterator[str]:
+    """The check on PreNorm, if there was one."""
+    if not check["checked"]:
+        return
+    yield "## Learning rates, chosen on val by PreNorm"
+    names = [name for name in ("train", "val", "test") if any(name in c for c in check["checked"])]
+    lines = [["times the recipe", "Muon", "AdamW", *names], ["---:"] * (3 + len(names))]
+    for c in check["checked"]:
+        chosen = " (chosen)" if c["factor"] == check["factor"] else ""
+        numbers = [f"{c[name]:.4f}" if name in c else NOTHING for name in names]
+        lines.append(
+            [f"{c['factor']:g}{chosen}", f"{c['lr_muon']:g}", f"{c['lr_adamw']:g}", *numbers]
+        )
+    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    yield (
+        "All rows have the learning rates that PreNorm chose. Its run at them is its run of that "
+        "seed in the table, so the choice favours PreNorm if anything."
+    )
+    factors = [c["factor"] for c in check["checked"]]
+    if check["factor"] in (min(factors), max(factors)):
+        yield "The choice is at an end of what was tried: learning rates beyond it may be better."
+
+
+def inside(measures: Sequence[Result] | None) -> Iterator[str]:
+    """What `multigate analyze` has seen in the runs of the first seed, where it has looked."""
+    if not measures:
+        return
+    yield "## Inside, first seed"
+    names = [name for name in dict.fromkeys(n for m in measures for n in m) if name != "run"]
+    lines = [["run", *names], ["---", *["---:"] * len(names)]]
+    for measure in measures:
+        found = [measure.get(name) for name in names]
+        values = [NOTHING if value is None else f"{value:.4g}" for value in found]
+        lines.append([measure["run"], *values])
+    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shortcomings(found: Result) -> Iterator[str]:
+    """What is missing, what went wrong, and what may not be alike."""
+    lines = [f"- `{name}` failed at {why}" for name, why in found["failed"].items()]
+    lines += [f"- {label}: {why}" for label, why in found["left_out"].items()]
+    if found["missing"]:
+        names = ", ".join(f"`{name}`" for name in found["missing"])
+        lines.append(f"- not run yet, {len(found['missing'])}: {names}")
+    for name, values in found["made_with"].items():
+        if len(values) > 1:
+            word = NAMES.get(name, name)
+            lines.append(f"- not all runs have the same {word}: {', '.join(map(str, values))}")
+    if any(row["at_once"] > 1 for group in found["groups"] for row in group["rows"]):
+        lines.append("- where several runs shared a device, tokens/s are not those of one alone")
+    if lines:
+        yield "## What is missing or not alike"
+        yield "\n".join(lines)
