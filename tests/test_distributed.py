@@ -110,6 +110,32 @@ def test_no_thread_of_a_process_group_outlives_python(parallel, data, tmp_path):
     assert "gloo" not in shown
 
 
+LATE = """
+import sys, time, torch
+from multigate import distributed
+
+sys.setswitchinterval(1000)
+with distributed.join("cpu") as world:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if world.first:
+        time.sleep(3)
+    torch.distributed.all_reduce(torch.ones(8), async_op=True)
+del model
+print("went on")
+"""
+
+
+def test_a_model_may_go_while_a_thread_of_its_group_still_holds_a_tensor(tmp_path):
+    """The second process leaves at once; what it sends is received three seconds later."""
+    (tmp_path / "late.py").write_text(LATE)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launch, str(tmp_path / "late.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    shown = finished(subprocess.Popen(command, env=environment, **pipe), timeout=100)
+    assert shown.count("went on") == 2
+
+
 def forget(config, step):
     """Remove the checkpoints after `step`."""
     for path in checkpoints(config.folder):

@@ -51,6 +51,7 @@ def join(device: str) -> Iterator[World]:
         torch.cuda.set_device(local)
     # gloo beside nccl: checkpoints and agreements travel between CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    atexit.register(_end_groups, [dist.group.WORLD])
     try:
         yield World(rank, size, launched=True)
     finally:
@@ -86,16 +87,18 @@ def shard(model: GPT) -> None:
         fully_shard(matrices, mesh=mesh)
     numbers = {p for p in model.parameters() if p.ndim == 0}
     fully_shard(model, mesh=mesh, ignored_params=numbers)
-    atexit.register(_end_groups, mesh)
+    atexit.register(_end_groups, getattr(mesh, "_pg_registry", {}))
 
 
-def _end_groups(mesh: Any) -> None:
-    """Let the threads of the mesh's groups end while Python still runs.
+def _end_groups(groups: Any) -> None:
+    """Let go of process groups, and so of their threads, when all is done and Python still runs.
 
-    DTensor's caches keep every mesh, and so its groups, past `destroy_process_group`. A thread of
-    gloo that lets a tensor go while Python shuts down ends the process with SIGABRT.
+    Earlier, the reducer of a DDP model could be the last to hold one: it waits for the group's
+    threads without letting go of Python, and one that lets a tensor go waits for Python. Later,
+    such a thread ends the process with SIGABRT; DTensor's caches would keep every mesh that long.
     """
-    getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
+    groups.clear()
     gc.collect()
 
 
