@@ -75,3 +75,14 @@ def every(data, tmp_path_factory):
     for name in mg.residual_names():
         run(small(data, out, name=name, residual=name, steps=2, model={"blocks": 3}))
     return out
+
+
+@pytest.fixture(scope="module")
+def bpe_run(tmp_path_factory):
+    """The folder of a run over a BPE whose 300 ids are fewer than the rows of the embedding."""
+    from runs import prepared, run, small
+
+    folder = tmp_path_factory.mktemp("bpe")
+    config = small(prepared(folder, "bpe:300"), folder / "runs", name="bpe", residual="hc")
+    run(config)
+    return config.folder

@@ -130,15 +130,6 @@ def trained(data, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained_bpe(tmp_path_factory):
-    """300 ids, padded to 384."""
-    folder = tmp_path_factory.mktemp("bpe")
-    config = small(prepared(folder, "bpe:300"), folder / "runs", name="bpe", residual="hc")
-    run(config)
-    return config.folder
-
-
-@pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "model"
     assert main(["export", str(trained), str(out)]) == 0
@@ -388,9 +379,9 @@ def test_a_residual_from_elsewhere_is_one_sentence():
         bundle(Other(4, 2))
 
 
-def test_ids_that_pad_the_vocabulary_are_never_written(trained_bpe, tmp_path):
+def test_ids_that_pad_the_vocabulary_are_never_written(bpe_run, tmp_path):
     out = tmp_path / "bpe"
-    assert main(["export", str(trained_bpe), str(out)]) == 0
+    assert main(["export", str(bpe_run), str(out)]) == 0
     model = hf.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = hf.AutoTokenizer.from_pretrained(out)
     assert (len(tokenizer), model.config.vocab_size) == (300, 384)
@@ -458,10 +449,10 @@ def test_weights_for_another_model_or_tokenizer_are_one_sentence(exported, data,
         run(small(data, tmp_path / "runs", init=broken))
 
 
-def test_data_prepared_with_an_exported_tokenizer_fits(trained_bpe, tmp_path):
+def test_data_prepared_with_an_exported_tokenizer_fits(bpe_run, tmp_path):
     """Who has nothing but the exported folder can train on."""
     out = tmp_path / "bpe"
-    assert main(["export", str(trained_bpe), str(out)]) == 0
+    assert main(["export", str(bpe_run), str(out)]) == 0
     again = prepared(tmp_path / "again", str(out / "tokenizer.json"), count=20)
     config = small(again, tmp_path / "runs", residual="hc", init=out, steps=1)
     first = losses(config)[0]

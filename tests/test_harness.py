@@ -23,7 +23,7 @@ from multigate.__main__ import main
 from multigate.checkpoint import checkpoints, open_run
 from multigate.data import open_data
 from multigate.evaluate import EvalConfig, load_model
-from runs import prepared, quiet, run, small
+from runs import quiet, run, small
 
 lm_eval = pytest.importorskip("lm_eval", reason="eval --tasks needs the package lm_eval")
 pytest.importorskip("accelerate", reason="eval --tasks needs the package accelerate")
@@ -98,15 +98,6 @@ def tasks(tmp_path_factory):
 def bytes_run(data, tmp_path_factory):
     """Over bytes, with a context of 32; trained well enough not to be indifferent."""
     config = small(data, tmp_path_factory.mktemp("runs"), name="bytes", steps=40, save_every=20)
-    run(config)
-    return config.folder
-
-
-@pytest.fixture(scope="module")
-def bpe_run(tmp_path_factory):
-    """Over a BPE whose 300 ids are fewer than the rows of the embedding."""
-    folder = tmp_path_factory.mktemp("bpe")
-    config = small(prepared(folder, "bpe:300"), folder / "runs", name="bpe", residual="hc")
     run(config)
     return config.folder
 

@@ -1,4 +1,4 @@
-"""benchmarks/memory_modes.py and loss_curves.py: what the memory modes cost."""
+"""The scripts in benchmarks/ that show what the memory modes cost."""
 
 import json
 import subprocess
@@ -96,3 +96,12 @@ def test_loss_curves(tmp_path, monkeypatch, capsys):
     assert found["two"] == {"train": [20, 10], "val": 3.5}
     assert (tmp_path / "curves.png").stat().st_size > 5_000
     assert "two: train 10.0000, val 3.5000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("guess", [0, 3, 40, 41, 120])
+def test_the_search_for_the_largest_batch(guess):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from largest_batch import largest
+
+    assert largest(lambda batch: batch <= 42, guess) == 40
+    assert largest(lambda batch: batch <= 3, guess) == 0

@@ -158,23 +158,30 @@ def kernel(compute: Compute) -> str:
     return backend.choose("gate_pool", KERNELS, "auto", device.type, device.index, dtype)
 
 
-def dry_run(config: TrainConfig, console: Console | None = None) -> None:
-    """Show the model and what a step of it takes in every memory mode, and train nothing."""
-    console = console or Console()
-    check_model(config)
-    compute, processes = target(config), int(os.environ.get("WORLD_SIZE", 1))
-    model = config.gpt(vocabulary(config))
+def cut_up(
+    config: TrainConfig, model: GPTConfig, compute: Compute, processes: int = 1
+) -> tuple[batching.Batching, Step]:
+    """How a step is cut up, with the largest micro-batch that is of use if none was chosen."""
     useful = max(1, batching.MOST_TOKENS[compute.device.type] // model.context)
     plan = batching.plan(
         config.tokens_per_step, model.context, processes, config.micro_batch, lambda: useful
     )
-    step = Step(
+    return plan, Step(
         plan.micro_batch,
         plan.accumulation,
         compute.precision,
         kernel(compute),
         config.checkpoint_activations,
     )
+
+
+def dry_run(config: TrainConfig, console: Console | None = None) -> None:
+    """Show the model and what a step of it takes in every memory mode, and train nothing."""
+    console = console or Console()
+    check_model(config)
+    compute, processes = target(config), int(os.environ.get("WORLD_SIZE", 1))
+    model = config.gpt(vocabulary(config))
+    plan, step = cut_up(config, model, compute, processes)
     if os.environ.get("RANK", "0") == "0":
         with torch.device("meta"):
             parameters = GPT(model).parameter_count()

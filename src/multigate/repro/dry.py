@@ -6,10 +6,9 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from multigate import batching
 from multigate.config import TrainConfig
 from multigate.device import PEAK_FLOPS, Compute, flops_per_token
-from multigate.fit import Step, estimate, kernel, target, vocabulary
+from multigate.fit import cut_up, estimate, target, vocabulary
 from multigate.gpt import GPT
 
 from .config import ReproConfig
@@ -105,17 +104,7 @@ def heading(
 def cost(config: TrainConfig, compute: Compute, tokens: int) -> tuple[int, float, float]:
     """Parameters, GiB at the fullest moment of a step, and operations of a run."""
     model = config.gpt(tokens)
-    useful = max(1, batching.MOST_TOKENS[compute.device.type] // model.context)
-    plan = batching.plan(
-        config.tokens_per_step, model.context, 1, config.micro_batch, lambda: useful
-    )
-    step = Step(
-        plan.micro_batch,
-        plan.accumulation,
-        compute.precision,
-        kernel(compute),
-        config.checkpoint_activations,
-    )
+    _, step = cut_up(config, model, compute)
     with torch.device("meta"):
         parameters = GPT(model).parameter_count()
     parts = estimate(model, config.optim, step)
