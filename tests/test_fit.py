@@ -131,7 +131,7 @@ def test_the_modes_differ_by_the_streams_they_keep():
     rows = 0.05 * (1 + 8 / (2 * width)) * (steps - 2)
     assert kept("invert", keep=0.05) - base == pytest.approx(1 + rows, abs=0.02)
     assert kept("invert", keep=0.0, every=7) - base == pytest.approx(3, abs=0.01)
-    codes = (1 / 8 + 1 / 16) * (steps - 2)
+    codes = (1 / 8 + 1 / 20) * (steps - 2)
     # A few numbers a token, and the room of a list of a few elements, come to it.
     assert 0 <= kept("exact") - base - (1 + codes) < 0.5
 

@@ -9,7 +9,9 @@ import torch
 
 import multigate as mg
 from cases import takes_streams
+from multigate import decode
 from multigate.cache import Cache
+from multigate.decode import Decode
 from multigate.generate import draw, generate_stream, pick, shares
 
 CONTEXT = 24
@@ -526,21 +528,98 @@ def test_gpu_decodes_what_the_cpu_decodes(residual, attention):
     assert [row.tolist() for row in on_gpu] == [row.tolist() for row in rows]
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("stream_dtype", "rounded"), [("auto", True), ("bfloat16", True), ("float32", False)]
+)
 @torch.no_grad()
-def test_gpu_captures_the_decode_step_in_a_graph():
-    model, tokens = lively().cuda(), random_tokens(2, CONTEXT).cuda()
-    full, cache = model(tokens), Cache(model, 2)
-    model(tokens[:, :4], cache=cache)
-    given = tokens[:, 4:5].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        model(given, cache=cache)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(given, cache=cache)
-    for i in range(5, CONTEXT):
-        given.copy_(tokens[:, i : i + 1])
-        graph.replay()
-        torch.testing.assert_close(logits[:, 0], full[:, i], rtol=1e-4, atol=1e-4)
+def test_weights_cast_once_give_what_autocast_gives(stream_dtype, rounded):
+    """The embedding stays as it is where the streams are float32; gates and norms always do."""
+    model, tokens = lively(stream_dtype=stream_dtype), random_tokens(2, 7)
+    steps = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for weights in (decode.cast_weights(model), {}):
+            cache = Cache(model, 2)
+            model(tokens[:, :6], cache=cache)
+            step = Decode(model, cache, CONTEXT)
+            assert not step.captures
+            step.weights = weights
+            steps.append(step)
+        first, second = (step(tokens[:, 6:]) for step in steps)
+    assert torch.equal(first, second)
+    weights = steps[0].weights
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert ("embed.weight" in weights) == rounded
+    wanted = {f"stack.sublayers.{i}.{w}.weight" for i in (0, 2, 4) for w in ("q", "k", "v", "out")}
+    wanted |= {f"stack.sublayers.{i}.{w}.weight" for i in (1, 3, 5) for w in ("up", "down")}
+    assert set(weights) - {"embed.weight"} == wanted
+    assert decode.cast_weights(model) == {}
+
+
+def greedy(model, steps=30, graph=True):
+    """Greedy rows on a GPU, and how many of the steps were replayed."""
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", lambda g: (replays.append(g), replay(g))[1])
+        if not graph:
+            patch.setattr(decode, "can_capture", lambda model: False)
+        rows = mg.generate(model, PROMPTS, steps, temperature=0)
+    return [row.tolist() for row in rows], len(replays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("attention", ["plain", "moda-ffn"])
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_gpu_replays_the_tokens_of_the_step_it_captured(residual, attention, autocast):
+    """Of 30 tokens the prompt gives one and the first step another."""
+    model = lively(residual, attention=attention, context=64).cuda()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        plain, none = greedy(model, graph=False)
+        rows, replays = greedy(model)
+    assert (none, replays) == (0, 28)
+    assert rows == plain
+
+
+@pytest.mark.gpu
+def test_gpu_graph_does_not_outlive_its_text():
+    """Another text, changed weights, a context that slides: nothing of the last graph is left."""
+    model = lively(context=32).cuda()
+    first, _ = greedy(model)
+    with torch.no_grad():
+        model.embed.weight.mul_(-1)
+    changed, replays = greedy(model)
+    assert changed != first
+    assert replays == 32 - 8 - 1
+    assert changed == greedy(model, graph=False)[0]
+
+
+@pytest.mark.gpu
+def test_gpu_steps_that_somebody_watches_are_not_captured():
+    model, calls = lively(context=64).cuda(), []
+    rows, _ = greedy(model)
+    hook = model.stack.sublayers[0].register_forward_hook(lambda *_: calls.append(1))
+    assert greedy(model) == (rows, 0)
+    assert len(calls) == 30
+    hook.remove()
+    with model.stack.residual.recording() as record:
+        assert greedy(model) == (rows, 0)
+    assert record[0]["alpha"].shape[:2] == (4, 1)
+    assert greedy(model)[1] == 28
+
+
+@pytest.mark.gpu
+def test_gpu_goes_on_where_a_step_cannot_be_captured(monkeypatch, caplog):
+    model = lively(context=64).cuda()
+    rows, _ = greedy(model)
+    plain = mg.GPT.stream_dtype
+
+    def looks(model, x):
+        x.sum().item()
+        return plain(model, x)
+
+    monkeypatch.setattr(mg.GPT, "stream_dtype", looks)
+    assert greedy(model) == (rows, 0)
+    (line,) = [r.message for r in caplog.records if "graph" in r.message]
+    assert line.startswith("decoding without a CUDA graph: ")
+    monkeypatch.undo()
+    assert greedy(model) == (rows, 28)

@@ -374,9 +374,10 @@ def test_codes_count_what_they_lose():
     true, guess = torch.arange(1.0, 65.0), torch.arange(1.0, 65.0)
     guess[:10] = 0.0
     packed, listed, lost = codes.encode(true, guess, codes.room_for(true))
-    assert int(lost) == 10 - 64 // codes.LISTED
+    room = math.ceil(64 / codes.LISTED)
+    assert int(lost) == 10 - room
     found = codes.decode(packed, listed, guess)
-    assert torch.equal(found, torch.where(torch.arange(64) < 4, true, guess))
+    assert torch.equal(found, torch.where(torch.arange(64) < room, true, guess))
 
 
 @pytest.mark.slow
@@ -454,6 +455,23 @@ def test_the_largest_gates_are_kept():
     assert torch.equal(rows, streams.view(20, 3)[index])
     assert len(lean.largest(streams, beta, 0)[1]) == 0
     assert len(lean.largest(streams, beta, 1_000_000)[1]) == 20
+    assert len(lean.largest(streams[:0], beta[:0], 120_000)[1]) == 0
+
+
+@pytest.mark.parametrize("over", [0, 1, 8, 700])
+def test_every_group_keeps_its_largest_gates(over):
+    """The last group may be smaller: even smaller than what every group keeps."""
+    total = 2 * lean.GROUP + over
+    beta, streams = torch.rand(total // 4 + 1, 4)[: total // 4], torch.randn(total // 4, 4, 2)
+    total = beta.numel()
+    rows, index = lean.largest(streams, beta, 10_000)
+    assert torch.equal(rows, streams.view(total, 2)[index])
+    count = math.ceil(0.01 * lean.GROUP)
+    for begin in range(0, total, lean.GROUP):
+        values = beta.flatten()[begin : begin + lean.GROUP]
+        here = set((index[(index >= begin) & (index < begin + len(values))] - begin).tolist())
+        assert here == set(values.topk(min(count, len(values))).indices.tolist())
+    assert set(lean.largest(streams, beta, 1_000_000)[1].tolist()) == set(range(total))
 
 
 @pytest.mark.parametrize("memory", MODES)

@@ -25,7 +25,7 @@ class Cache:
 
     How far the rows are is a tensor, and no shape depends on it: once the prompt is read, one
     compiled or captured call with tokens [B, 1] serves every position. Such a call cannot see that
-    the slots are used up, so its caller has to count; any other call says so.
+    the slots are used up, so its caller has to `count`; any other call says so.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Cache:
             raise ValueError(
                 f"a cache of this GPT has 1 to {c.context} slots, its context, got {size}."
             )
-        device, dtype = weight.device, weight.dtype
+        device, self.dtype = weight.device, weight.dtype
         if autocast_is_on(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+            self.dtype = torch.get_autocast_dtype(device.type)
         shape = (batch, c.heads, self.size, c.width // c.heads)
         # Zeros, because what a mask hides is still multiplied by 0.
         self.entries = {
             layer: (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=self.dtype, device=device),
+                torch.zeros(shape, dtype=self.dtype, device=device),
             )
             for layer in range(0, 2 * c.blocks, 2)
         }
@@ -68,7 +68,7 @@ class Cache:
         rows, count = tokens.shape
         if rows != self.batch:
             raise ValueError(f"the cache is for {self.batch} rows of tokens, got {rows}.")
-        self._count(count)
+        self.count(count)
         slots = self.length + self.slots[:count]
         places = Places(self, slots, self.begun)
         self.length.add_(count)
@@ -76,7 +76,8 @@ class Cache:
             self.begun = True
         return places
 
-    def _count(self, tokens: int) -> None:
+    def count(self, tokens: int) -> None:
+        """Take note of `tokens` more slots in use: `append` does, but not in a replayed graph."""
         # A number that changes would have the decode step compiled again for every position.
         if torch.compiler.is_compiling():
             return
@@ -98,10 +99,14 @@ class Places:
         """[B, T], or [1, T] where all rows are alike. Slots of padding count as position 0."""
         if padding is not None:
             self.positions = (slots - padding[:, None]).clamp(min=0)
-        self.mask = self._mask(cache.slots if continues else slots, padding)
-        """Which slots each position sees, broadcast over [B, H, T, S]; None: simply causal."""
+        seen = self._seen(cache.slots if continues else slots, padding)
+        self.mask: Tensor | None = None
+        """0 where a position sees a slot, else -inf, broadcast over [B, H, T, S]; None: simply
+        causal. Numbers, because every attention would make the same ones of truth values."""
+        if seen is not None:
+            self.mask = torch.where(seen, 0.0, -torch.inf).to(cache.dtype)
 
-    def _mask(self, slots: Tensor, padding: Tensor | None) -> Tensor | None:
+    def _seen(self, slots: Tensor, padding: Tensor | None) -> Tensor | None:
         if padding is None and not self.continues:
             return None
         own = self.slots[:, None]

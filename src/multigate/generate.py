@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
+from .decode import Decode
 from .gpt import GPT
 from .numerics import wide
 
@@ -241,19 +242,19 @@ class Text:
         self.tokens = rows[0].new_zeros(len(rows), self.begin + steps)
         for line, row in zip(self.tokens, rows, strict=True):
             line[self.begin - len(row) : self.begin] = row
-        self.cache: Cache | None = None
+        self.decode: Decode | None = None
 
     def logits(self) -> Tensor:
         """Of the token that comes next: [B, V]."""
         context = self.model.config.context
-        begin = self.end - 1
-        if self.cache is None or self.end > context:
-            begin = max(0, self.end - context)
-            # The last token is not read.
-            size = min(context, self.begin + self.steps - 1)
-            self.cache = Cache(self.model, len(self.tokens), size, self._padding(begin))
-        given = self.tokens[:, begin : self.end]
-        return self.model(given, cache=self.cache, last=True)[:, -1]
+        if self.decode is not None and self.end <= context:
+            return self.decode(self.tokens[:, self.end - 1 : self.end])
+        begin = max(0, self.end - context)
+        # The last token is not read.
+        size = min(context, self.begin + self.steps - 1)
+        cache = Cache(self.model, len(self.tokens), size, self._padding(begin))
+        self.decode = Decode(self.model, cache, size - self.end)
+        return self.model(self.tokens[:, begin : self.end], cache=cache, last=1)[:, -1]
 
     def add(self, new: Tensor) -> None:
         self.tokens[:, self.end] = new

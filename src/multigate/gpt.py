@@ -151,7 +151,7 @@ class GPT(nn.Module):
                 "shorten the input, or build the model with a larger context."
             )
         x = self.embed(tokens)
-        x = x.to(self._stream_dtype(x))
+        x = x.to(self.stream_dtype(x))
         depth: DepthEntries | None = None if self.config.attention == "plain" else {}
         if cache is None:
             h = self.stack(x, (self.rope_cos[:length], self.rope_sin[:length]), depth)
@@ -175,6 +175,16 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """All parameters; the tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
+
+    def stream_dtype(self, x: Tensor) -> torch.dtype:
+        """What the streams are stored in where the embedded tokens are `x`, under this autocast."""
+        chosen = STREAM_DTYPES[self.config.stream_dtype]
+        if chosen is not None:
+            return chosen
+        device = x.device.type
+        if autocast_is_on(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            return torch.bfloat16
+        return x.dtype
 
     def _check(self, what: str, ids: Tensor) -> None:
         if ids.is_floating_point() or ids.ndim != 2:
@@ -221,12 +231,3 @@ class GPT(nn.Module):
                 ends = name.endswith((".out", ".down"))
                 std = 0.02 / math.sqrt(2 * self.config.blocks) if ends else 0.02
                 nn.init.normal_(module.weight, std=std)
-
-    def _stream_dtype(self, x: Tensor) -> torch.dtype:
-        chosen = STREAM_DTYPES[self.config.stream_dtype]
-        if chosen is not None:
-            return chosen
-        device = x.device.type
-        if autocast_is_on(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            return torch.bfloat16
-        return x.dtype

@@ -53,7 +53,8 @@ def depth_attention(
     """Mixture-of-depths attention (2603.15619): one softmax over two sets of keys.
 
     Position t attends to k_s for s <= t and to the keys that earlier sublayers wrote at position t.
-    With a `mask` (of a cache) it attends to the k_s that the mask lets it see instead.
+    With a `mask` (of a cache; truth values, or numbers to add) it attends to the k_s that the mask
+    lets it see instead.
 
     The depth part is summed up by its log-sum-exp, which enters the sequence attention as the
     logit of one extra key: two more channels of q carry it (a rounded half and the rest, so that
@@ -79,7 +80,9 @@ def depth_attention(
     key = torch.cat([mark, F.pad(k, (0, room))], dim=-2)
     mark = F.pad(v.new_ones(1), (width, room - 1)).expand(*v.shape[:-2], 1, -1)
     value = torch.cat([mark, F.pad(v, (0, room))], dim=-2)
-    seen = None if mask is None else F.pad(mask, (1, 0), value=True)
+    seen = None
+    if mask is not None:
+        seen = F.pad(mask, (1, 0), value=float(mask.dtype == torch.bool))
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, is_causal=mask is None, scale=scale
     )[..., square:, :]
@@ -111,7 +114,11 @@ class Attention(Sublayer):
     ) -> Tensor:
         x = to_compute(x, self.q.weight)
         q, k, v = (split_heads(f(x), self.heads) for f in (self.q, self.k, self.v))
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        if places is None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        else:
+            # For a few positions it is the number of kernels that takes time.
+            q, k = rotate(torch.stack([q, k]), rotary)
         entries = [depth[j] for j in sorted(depth) if j < self.index] if depth is not None else []
         if depth is not None:
             depth[self.index] = (k, v)

@@ -137,7 +137,7 @@ class Stage(GPT):
     def _crossing(self, i: int, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         residual = meta_copy(self.stack.residual)
         with self._autocast():
-            dtype = self._stream_dtype(next(self.parameters()))
+            dtype = self.stream_dtype(next(self.parameters()))
         x = torch.zeros(*shape, residual.dim, dtype=dtype, device="meta")
         sent = residual.handover(i, *state_before(residual, i, x))
         return tuple(torch.empty_like(t.contiguous(), requires_grad=True) for t in sent)
@@ -150,7 +150,7 @@ class Stage(GPT):
                 f"{tuple(tokens.shape)}: every stage must await the same."
             )
         x = self.embed(tokens)
-        return x.to(self._stream_dtype(x))
+        return x.to(self.stream_dtype(x))
 
     def _norms(self) -> list[nn.Module | None]:
         """Of every own sublayer and of the output; None where another stage has the norm."""

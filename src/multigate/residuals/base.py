@@ -197,6 +197,11 @@ class Residual(nn.Module):
         finally:
             self._record = None
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether somebody collects coefficients at this moment."""
+        return self._record is not None
+
     def note(self, i: int, **coefficients: Tensor) -> None:
         """Hand the coefficients of step i to whoever is recording; free when nobody is."""
         if self._record is not None:

@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from . import passes
 from .cuda import Weights
+
+
+GROUP = 2048
+"""Pairs of token and stream."""
 
 
 def stand_in(streams: Tensor) -> Tensor:
@@ -21,10 +26,20 @@ def stand_in(streams: Tensor) -> Tensor:
 
 
 def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """The streams of the largest gate values, `keep` in a million, as rows; where they belong."""
+    """The streams of the largest gate values, `keep` in a million, as rows; where they belong.
+
+    The largest of every GROUP, that is: all at once are sought by a dozen kernels, these by one.
+    """
     total = beta.numel()
-    count = (total * keep + 999_999) // 1_000_000
-    index = beta.reshape(-1).topk(count, sorted=False).indices
+    group = max(1, min(total, GROUP))
+    groups = -(-total // group)
+    count = (group * keep + 999_999) // 1_000_000
+    # Gates are positive, so that what fills up the last group comes last.
+    values = F.pad(beta.reshape(-1), (0, groups * group - total), value=-1.0).view(groups, group)
+    first = group * torch.arange(groups, device=beta.device)
+    index = values.topk(count, sorted=False).indices + first[:, None]
+    # Where it has too few, a row is kept twice.
+    index = index.reshape(-1).clamp(max=total - 1)
     return streams.reshape(total, streams.shape[-1])[index], index
 
 
