@@ -2,10 +2,11 @@
 
     python benchmarks/memory_modes.py RUN [RUN ...] --out benchmarks/results
 
-RUN is the folder of a trained run. For each: the gradients of every parameter in each mode against
-`store`, on held-out text; how far the inverted streams drift from the true ones, step by step from
-the last to the first; and how the gate values are distributed, on which inversion rests. Prints a
-table, writes memory_modes.json and memory_modes.png.
+RUN is the folder of a trained run, each of another depth or number of streams. For each: the
+gradients of every parameter in each mode against `store`, on held-out text; how far the inverted
+streams drift from the true ones, step by step from the last to the first; and how the gate values
+are distributed, on which inversion rests. Prints a table, writes memory_modes.json and
+memory_modes.png.
 """
 
 import argparse
@@ -33,10 +34,10 @@ MODES = {
     "invert, keep 1%, every 8": Memory("invert", every=8),
 }
 SCHEMES = {
-    "keep 0": (0, None),
-    "keep 1%": (10_000, None),
-    "keep 5%": (50_000, None),
-    "keep 1%, all at every 8th step": (10_000, 8),
+    "keep 0": Memory("invert", keep=0.0),
+    "keep 1%": Memory("invert"),
+    "keep 5%": Memory("invert", keep=0.05),
+    "keep 1%, all at every 8th step": Memory("invert", every=8),
 }
 SMALL = 0.1
 
@@ -77,21 +78,17 @@ def gradient_study(model, tokens, autocast):
 
 @torch.no_grad()
 def gated_steps(model, tokens, autocast):
-    """y, beta and the streams before each gated step, and the streams after the last one."""
-    residual, steps, last = model.stack.residual, [], None
+    """y, beta and the streams before each gated step."""
+    residual, steps = model.stack.residual, []
     step = residual.step
 
     def watched(i, y, state, norm=None):
-        nonlocal last
         gate = residual.steps[i]
-        gated = isinstance(gate, MultiGateResidual)
-        if gated:
+        if isinstance(gate, MultiGateResidual):
             whole = state[0] if len(state) == 1 else torch.stack(state, -2)
             beta = reference.gate(whole, gate.w1, gate.b1, gate.gate_variant, gate.eps)
             steps.append((y, beta, whole))
-        h, state = step(i, y, state, norm)
-        last = state[0]
-        return h, state
+        return step(i, y, state, norm)
 
     residual.step = watched
     try:
@@ -99,29 +96,31 @@ def gated_steps(model, tokens, autocast):
             model(tokens[:, :-1])
     finally:
         del residual.step
-    return steps, last
+    return steps
 
 
 @torch.no_grad()
-def drift(steps, last, keep, every):
-    """||s~ - s|| / ||s|| of the inverted streams before each step, from the last to the first."""
-    errors, streams = [], last
+def drift(steps, memory):
+    """||s~ - s|| / ||s|| of the inverted streams before each step, from the last to the first; 0
+    where they are kept."""
+    errors, streams = [], None
     for j, (y, beta, true) in reversed(list(enumerate(steps))):
-        if every is not None and (j + 1) % every == 0 and j + 1 < len(steps):
-            streams = steps[j + 1][2]
-        streams = reference.unlerp(streams, y, beta)
-        rows, index = lean.largest(true, beta, keep)
-        streams = streams.flatten(0, -2).index_copy(0, index, rows).view(true.shape)
+        if j == 0 or memory.ends(j, len(steps)):
+            streams = true
+        else:
+            streams = reference.unlerp(streams, y, beta)
+            rows, index = lean.largest(true, beta, memory.millionths)
+            streams = streams.flatten(0, -2).index_copy(0, index, rows).view(true.shape)
         errors.append(float((streams.float() - true.float()).norm() / true.float().norm()))
     return errors
 
 
 def inversion_study(model, tokens, autocast):
-    steps, last = gated_steps(model, tokens, autocast)
+    steps = gated_steps(model, tokens, autocast)
     beta = torch.stack([beta.flatten() for _, beta, _ in steps]).float().cpu()
     counts, edges = np.histogram(beta.numpy(), bins=50, range=(0, 1))
     return {
-        "drift": {name: drift(steps, last, *scheme) for name, scheme in SCHEMES.items()},
+        "drift": {name: drift(steps, memory) for name, memory in SCHEMES.items()},
         "gate": {
             "mean": float(beta.mean()),
             "max": float(beta.max()),
@@ -139,7 +138,8 @@ def draw(studies, path):
     axes = figure.subplots(2, len(studies), squeeze=False, sharey="row")
     for (above, below), (name, study) in zip(axes.T, studies.items(), strict=True):
         for scheme, errors in study["drift"].items():
-            above.semilogy(range(1, len(errors) + 1), errors, label=scheme)
+            shown = [error or np.nan for error in errors]
+            above.semilogy(range(len(errors)), shown, label=scheme)
         above.set(title=name, xlabel="steps back from the last")
         gate = study["gate"]
         below.stairs(gate["histogram"], gate["edges"], fill=True)
@@ -170,7 +170,8 @@ def main():
         count = min(args.windows, split.windows(model.config.context))
         rows = split.rows(range(count), model.config.context)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(compute.device)
-        name = f"{state['model']['blocks'] * 2} sublayers, {run.name}"
+        residual = model.stack.residual
+        name = f"{residual.depth} sublayers, {residual.streams} streams"
         studies[name] = inversion_study(model, tokens, compute.autocast)
         studies[name]["gradients"] = gradient_study(model, tokens, compute.autocast)
         for mode, found in studies[name]["gradients"].items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multigate.config import resolve
+from multigate.residuals.memory import Memory
 from multigate.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -57,24 +58,30 @@ def test_the_drift_of_the_inverted_streams(study):
     for errors in found["drift"].values():
         assert len(errors) == steps
     plain, more = found["drift"]["keep 0"], found["drift"]["keep 5%"]
-    assert 0 < plain[0] < 1e-5
-    assert more[-1] <= plain[-1]
+    assert plain[0] == plain[-1] == 0
+    assert 0 < more[1] <= plain[1] < 1e-5
     assert sum(found["gate"]["histogram"]) == pytest.approx(1)
     assert 0 < found["gate"]["mean"] < found["gate"]["max"] < 1
 
 
-def test_drift_counts_from_the_last_step(study):
-    """A step whose gates are shut gives its streams back exactly."""
+def test_drift_counts_from_the_last_step():
+    """From the streams that a step keeps: the last, every so many, and the first."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from memory_modes import drift
 
-    streams = torch.randn(5, 2, 4)
-    y = torch.randn(5, 4)
-    shut, open_ = torch.zeros(5, 2), torch.full((5, 2), 0.9)
-    new = torch.lerp(streams, y.unsqueeze(1), 0.9)
-    first, second = drift([(y, open_, streams), (y, shut, new)], new, 0, None)
-    assert first == 0
-    assert 0 < second < 1e-5
+    steps, streams = [], torch.randn(50, 2, 4)
+    for _ in range(6):
+        y, beta = torch.randn(50, 4), torch.full((50, 2), 0.9)
+        steps.append((y, beta, streams))
+        streams = torch.lerp(streams, y.unsqueeze(1), 0.9)
+    last, fourth, third, second, first, zeroth = drift(steps, Memory("invert", keep=0.0))
+    assert last == zeroth == 0
+    assert 0 < fourth < third < second < first < 0.1
+    often = drift(steps, Memory("invert", keep=0.0, every=3))
+    assert [error > 0 for error in often] == [False, True, False, True, True, False]
+    assert often[1] == fourth
+    assert often[4] < first
+    assert drift(steps, Memory("invert", keep=1.0)) == [0.0] * 6
 
 
 def test_loss_curves(tmp_path, monkeypatch, capsys):

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from . import passes
 from .cuda import Weights
 
-
 GROUP = 2048
-"""Pairs of token and stream."""
+"""The most pairs of token and stream in a group; all groups have about as many."""
 
 
 def stand_in(streams: Tensor) -> Tensor:
@@ -28,11 +27,11 @@ def stand_in(streams: Tensor) -> Tensor:
 def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The streams of the largest gate values, `keep` in a million, as rows; where they belong.
 
-    The largest of every GROUP, that is: all at once are sought by a dozen kernels, these by one.
+    The largest of every group, that is: all at once are sought by a dozen kernels, these by one.
     """
     total = beta.numel()
-    group = max(1, min(total, GROUP))
-    groups = -(-total // group)
+    groups = max(1, -(-total // GROUP))
+    group = -(-total // groups)
     count = (group * keep + 999_999) // 1_000_000
     # Gates are positive, so that what fills up the last group comes last.
     values = F.pad(beta.reshape(-1), (0, groups * group - total), value=-1.0).view(groups, group)
