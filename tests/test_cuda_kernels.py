@@ -29,11 +29,12 @@ def libraries(tmp_path_factory):
 def emulated(request, monkeypatch, libraries):
     monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
-    for module in (cuda, depth):
-        module._kernels.cache_clear()
+    kernels = (cuda._kernels, cuda._replaying, depth._kernels)
+    for made in kernels:
+        made.cache_clear()
     yield
-    for module in (cuda, depth):
-        module._kernels.cache_clear()
+    for made in kernels:
+        made.cache_clear()
 
 
 def problem(tokens, n, width, competitive, dtype):
@@ -350,6 +351,36 @@ def test_another_default_dtype(emulated, monkeypatch):
         torch.set_default_dtype(torch.float32)
     exact = pooled([*sources, query, query], grad, 0.3, False, torch.float64)[2]
     torch.testing.assert_close(dquery, exact.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "dtype", "steps"),
+    [
+        (1, 8, torch.bfloat16, 1),
+        (3, 40, torch.float32, 2),
+        (4, 768, torch.bfloat16, 5),
+        (8, 4104, torch.bfloat16, 9),
+        (16, 72, torch.float16, 17),
+    ],
+)
+@pytest.mark.parametrize("competitive", [True, False])
+def test_steps_are_replayed_to_the_bit(emulated, n, width, dtype, steps, competitive):
+    """The lanes of a step's gates in one round of the block or in several; slabs; more steps than
+    one launch has."""
+    (_, streams, _, w_pool, _, gain), _ = problem(3, n, width, competitive, dtype)
+    state, states, given = streams, [], []
+    for _ in range(steps):
+        y, w_gate = torch.randn(3, width).to(dtype), torch.randn(width)
+        bias = torch.randn(n + competitive)
+        call = (y, state.unbind(1), w_gate, w_pool, bias, gain, competitive, 1e-6)
+        _, state, saved = cuda.forward(*call)
+        states.append(state)
+        given.append((y, bias, saved))
+    found = cuda.replay(streams, *zip(*given, strict=True), competitive, 1e-6)
+    assert len(found) == steps
+    for a, b in zip(found, states, strict=True):
+        assert torch.equal(a, b)
+    assert cuda.replay(streams[:0], [y[:0]], [bias], [saved[:0]], competitive, 1e-6)[0].numel() == 0
 
 
 @pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])

@@ -86,7 +86,8 @@ def test_opcheck(norm, unpacked):
     torch.library.opcheck(fused_backward, (h, new, *plain, saved, True, 1e-6, "triton"))
     if not unpacked:
         y, (streams,), *rest = plain
-        torch.library.opcheck(fused_replay, (y, streams, *rest, True, 1e-6, "triton"))
+        steps = [[t, t] for t in (y, *rest, saved)]
+        torch.library.opcheck(fused_replay, (streams, *steps, True, 1e-6, "triton"))
         index = torch.tensor([1, 4])
         kept = streams.reshape(-1, streams.shape[-1])[index]
         given = (h, new, y, new, *rest, saved, kept, index, True, 1e-6, "triton")

@@ -140,12 +140,11 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def source(folder: Path, backward: bool, *parts: str) -> str:
-    """What all kernels share, then an op's own parts and the pass itself."""
+def source(folder: Path, *parts: str) -> str:
+    """What all kernels share, then an op's own parts, of which the last is the pass itself."""
     shared = Path(__file__).with_name("cuda_kernels")
-    common = ["machine", "team", "finish"] if backward else ["machine", "team"]
-    own = [*parts, "backward" if backward else "forward"]
-    files = [*(shared / f"{c}.cu" for c in common), *(folder / f"{o}.cu" for o in own)]
+    common = ["machine", "team", "finish"] if parts[-1] == "backward" else ["machine", "team"]
+    files = [*(shared / f"{c}.cu" for c in common), *(folder / f"{p}.cu" for p in parts)]
     return "".join(file.read_text() for file in files)
 
 
@@ -155,7 +154,7 @@ def compiled(
     problem: Problem,
     dtype: torch.dtype,
     cut: Plan,
-    switches: Mapping[str, bool],
+    switches: Mapping[str, int],
 ) -> nvrtc.Module:
     """The kernels of a source for one problem, on one device."""
     defines = {

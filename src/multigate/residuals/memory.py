@@ -83,10 +83,10 @@ class Memory:
             once(owed)
         if owed is None or self.mode == "recompute":
             block, steps = (flat(owed), len(owed) - 1) if owed and last else ([], 0)
-            h, new, before = lean.Replayed.apply(
+            h, new, before, saved = lean.Replayed.apply(
                 y, streams, *weights, owed is None, steps, *options, *block
             )
-            owed = self._owed(owed, streams, y, weights, before)
+            owed = self._owed(owed, streams, y, (*weights, saved), before)
         else:
             before = owed[0] if owed else None
             if self.mode == "invert":
@@ -103,13 +103,13 @@ class Memory:
         owed: State | None,
         streams: Tensor,
         y: Tensor,
-        weights: tuple[Tensor | None, ...],
+        used: tuple[Tensor | None, ...],
         before: Tensor,
     ) -> State:
-        """After a step of a block: what there was, and y, the weights and the stand-in of it."""
+        """After a step of a block: what there was, and y, what was used and the stand-in of it."""
         if self.mode != "recompute":
             return ()
-        entry = (y.detach(), *(() if w is None else w for w in weights), before)
+        entry = (y.detach(), *(() if t is None else t for t in used), before)
         return (*(owed or (streams.detach(),)), entry)
 
     def end(self, state: State, gate: Gate) -> Tensor:

@@ -175,7 +175,7 @@ template <int COUNT> struct Sums {
 __device__ __forceinline__ float over_streams(float x) {
 #pragma unroll
     for (int o = LANES / 2; o >= 1; o /= 2)
-        x += __shfl_xor_sync(~0u, x, o);
+        x = __fadd_rn(x, __shfl_xor_sync(~0u, x, o));
     return x;
 }
 

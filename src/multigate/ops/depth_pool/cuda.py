@@ -133,7 +133,8 @@ def _kernels(
     device: torch.device, what: Problem, dtype: torch.dtype, cut: Plan, norm: bool
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     """The kernel of a pass, and the one that adds up its weight gradients."""
-    text = cuda.source(FOLDER, what.backward)
+    name = "backward" if what.backward else "forward"
+    text = cuda.source(FOLDER, name)
     module = cuda.compiled(device, text, what, dtype, cut, {"NORM": norm})
-    kernel = module.kernel("backward" if what.backward else "forward", what.dynamic_bytes(cut))
+    kernel = module.kernel(name, what.dynamic_bytes(cut))
     return kernel, module.kernel("finish", 0) if what.backward else kernel

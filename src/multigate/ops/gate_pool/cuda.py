@@ -12,6 +12,9 @@ from multigate.ops import cuda, nvrtc
 from multigate.ops.cuda import Plan, Problem, pointer
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
+MOST_STEPS = 8
+"""That are replayed at once: a thread has a chunk of the output of each."""
+MOST_WARPS = 16
 TAKES = "cuda takes y and streams of one dtype, in rows of whole 16 bytes that fit on the chip"
 
 
@@ -253,6 +256,60 @@ def _backward(
     return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
 
 
+def replay(
+    streams: Tensor,
+    ys: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    competitive: bool,
+    eps: float,
+) -> list[Tensor]:
+    """The streams [tokens, n, C] after each step, from those before the first; see replay.cu."""
+    states = list[Tensor]()
+    for begin in range(0, len(ys), MOST_STEPS):
+        part = slice(begin, begin + MOST_STEPS)
+        start = cuda.ready(states[-1] if states else streams)
+        states += _replay(start, ys[part], biases[part], saved[part], competitive, eps)
+    return states
+
+
+def _replay(
+    streams: Tensor,
+    ys: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    competitive: bool,
+    eps: float,
+) -> list[Tensor]:
+    (tokens, n, width), steps = streams.shape, len(ys)
+    states = [torch.empty_like(streams) for _ in ys]
+    if tokens == 0:
+        return states
+    what = problem(n, width, streams.element_size())
+    kernel, threads = _replaying(streams.device, what, streams.dtype, competitive, steps)
+    # Copies must live until the launch: they have names.
+    ys = [cuda.ready(y) for y in ys]
+    biases = [cuda.ready(bias, torch.float32) for bias in biases]
+    at = [t.data_ptr() for t in (*ys, *saved, *biases, *states)]
+    chain = (ctypes.c_uint64 * len(at))(*at)
+    kernel.launch(tokens, threads, [cuda.rows(streams.unbind(1)), chain, ctypes.c_float(eps)])
+    return states
+
+
+@functools.cache
+def _replaying(
+    device: torch.device, what: Problem, dtype: torch.dtype, competitive: bool, steps: int
+) -> tuple[nvrtc.Kernel, int]:
+    """The kernel that goes through so many steps, and the threads of a block."""
+    needed = -(-what.width * what.itemsize // 512)
+    slabs = -(-needed // MOST_WARPS)
+    cut = Plan(-(-needed // slabs), 1, slabs, hold=False)
+    text = cuda.source(FOLDER, "step", "replay")
+    switches = {"COMPETITIVE": competitive, "STEPS": steps}
+    module = cuda.compiled(device, text, what, dtype, cut, switches)
+    return module.kernel("replay", 0), 32 * cut.warps
+
+
 @functools.cache
 def _kernels(
     device: torch.device,
@@ -264,7 +321,7 @@ def _kernels(
     """The kernel of a pass, and the one that adds up its weight gradients."""
     name = "backward" if what.backward else "forward"
     names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H", "INVERT", "EXACT")
-    text = cuda.source(FOLDER, what.backward, "step", "codes")
+    text = cuda.source(FOLDER, "step", "codes", name)
     module = cuda.compiled(device, text, what, dtype, cut, dict(zip(names, switches, strict=True)))
     kernel = module.kernel(name, what.dynamic_bytes(cut))
     return kernel, module.kernel("finish", 0) if what.backward else kernel

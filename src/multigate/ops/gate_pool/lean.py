@@ -18,6 +18,8 @@ from .cuda import Weights
 
 GROUP = 2048
 """The most pairs of token and stream in a group; all groups have about as many."""
+ENTRY = 6
+"""Tensors of a step in a block: y, the four weights, and what was saved."""
 
 
 def stand_in(streams: Tensor) -> Tensor:
@@ -146,8 +148,8 @@ class Replayed(torch.autograd.Function):
     """A step of a block whose first streams are kept, and the others made once more.
 
     The `first` step keeps the streams before it itself, the others give out a stand-in for theirs.
-    The last one is given `block`: the kept streams, then y and the four weights of each of the
-    `steps` before it, then the stand-ins of those but the first.
+    The last one is given `block`: the kept streams, then y, the four weights and what was saved of
+    each of the `steps` before it, then the stand-ins of those but the first.
     """
 
     @staticmethod
@@ -165,20 +167,25 @@ class Replayed(torch.autograd.Function):
         eps: float,
         kernel: str,
         *block: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weights = (w_gate, w_pool, bias, norm_weight)
         h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(saved)
         ctx.options = (variant, eps, kernel)
         ctx.steps, ctx.unused = steps, [None] * (len(block) - max(steps - 1, 0))
         kept = streams if first else None
-        ctx.save_for_backward(y, *weights, saved, kept, *block[: 1 + 5 * steps])
-        return h, new, stand_in(new)
+        ctx.save_for_backward(y, *weights, saved, kept, *block[: 1 + ENTRY * steps])
+        return h, new, stand_in(new), saved
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_h: Tensor | None, grad_new: Tensor | None, before: Tensor | None
+        ctx: Any,
+        grad_h: Tensor | None,
+        grad_new: Tensor | None,
+        before: Tensor | None,
+        _: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         y, w_gate, w_pool, bias, norm_weight, saved, kept, *block = ctx.saved_tensors
         states = replayed(block, ctx.steps, ctx.options)
@@ -191,13 +198,12 @@ class Replayed(torch.autograd.Function):
 
 
 def replayed(block: list[Tensor], steps: int, options: tuple[str, float, str]) -> list[Tensor]:
-    """The streams after each step of a block."""
-    states = list(block[:1])
-    for j in range(steps):
-        y, w_gate, w_pool, bias, norm_weight = block[1 + 5 * j : 6 + 5 * j]
-        weights = (w_gate, w_pool, bias, norm_weight)
-        states.append(passes.replay(y, states[-1], weights, *options))
-    return states[1:]
+    """The streams after each of the first steps of a block."""
+    if not steps:
+        return []
+    streams, *rest = block
+    ys, *weights, saved = (rest[i : ENTRY * steps : ENTRY] for i in range(ENTRY))
+    return passes.replay(streams, ys, list(zip(*weights, strict=True)), saved, *options)
 
 
 class Kept(torch.autograd.Function):
@@ -228,14 +234,14 @@ class KeptBlock(torch.autograd.Function):
         *block: Tensor | None,
     ) -> Tensor:
         ctx.options, ctx.steps = (variant, eps, kernel), steps
-        ctx.save_for_backward(*block[: 1 + 5 * steps])
+        ctx.save_for_backward(*block[: 1 + ENTRY * steps])
         return streams.view_as(streams)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         states = replayed(list(ctx.saved_tensors), ctx.steps - 1, ctx.options)
-        return (grad, *[None] * (5 + 5 * ctx.steps), *states)
+        return (grad, *[None] * (5 + ENTRY * ctx.steps), *states)
 
 
 def _gradients(

@@ -114,27 +114,37 @@ fused.register_autograd(_backward, setup_context=_setup_context)
 
 @torch.library.custom_op("multigate::gate_pool_replay", mutates_args=())
 def fused_replay(
-    y: Tensor,
     streams: Tensor,
-    w_gate: Tensor,
-    w_pool: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor | None,
+    ys: list[Tensor],
+    w_gates: list[Tensor],
+    w_pools: list[Tensor],
+    biases: list[Tensor],
+    norm_weights: list[Tensor | None],
+    saved: list[Tensor],
     competitive: bool,
     eps: float,
     backend: str,
-) -> Tensor:
-    """The new streams once more, by the same kernel and so the same to the bit.
+) -> list[Tensor]:
+    """The streams after each of several steps once more, the same to the bit.
 
     An operator of its own: torch.compile would merge it with the first time, and keep the streams.
     """
-    _, new, _ = fused(y, [streams], w_gate, w_pool, bias, norm_weight, competitive, eps, backend)
-    return new
+    rows, shape = [flat_rows(y) for y in ys], streams.shape
+    packed = streams.reshape(-1, *shape[-2:]).contiguous()
+    if backend == "cuda" and cuda.takes(rows[0], packed.unbind(1)):
+        with torch.cuda.device_of(streams):
+            states = cuda.replay(packed, rows, biases, saved, competitive, eps)
+        return [state.view(shape) for state in states]
+    states, options = [], (competitive, eps, backend)
+    for y, *weights in zip(ys, w_gates, w_pools, biases, norm_weights, strict=True):
+        _, streams, _ = fused(y, [streams], *weights, *options)
+        states.append(streams)
+    return states
 
 
 @fused_replay.register_fake
-def _(y: Tensor, streams: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(streams, memory_format=torch.contiguous_format)
+def _(streams: Tensor, ys: list[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(streams, memory_format=torch.contiguous_format) for _ in ys]
 
 
 @torch.library.custom_op("multigate::gate_pool_invert_backward", mutates_args=())

@@ -27,14 +27,23 @@ def forward(
 
 
 def replay(
-    y: Tensor, streams: Tensor, weights: Weights, variant: str, eps: float, kernel: str
-) -> Tensor:
-    """The new streams alone, bit for bit as `forward` has made them."""
-    if kernel == "torch":
-        w_gate, _, bias, _ = weights
-        beta = reference.gate(streams, w_gate, bias, variant, eps)
-        return reference.lerp(y, streams, beta).to(streams.dtype)
-    return fused_replay(y, streams, *weights, variant == "competitive", eps, kernel)
+    streams: Tensor,
+    ys: Sequence[Tensor],
+    weights: Sequence[Weights],
+    saved: Sequence[Tensor],
+    variant: str,
+    eps: float,
+    kernel: str,
+) -> list[Tensor]:
+    """The streams after each of several steps, bit for bit as `forward` has made them."""
+    if kernel != "torch":
+        columns = [list(column) for column in zip(*weights, strict=True)]
+        options = (variant == "competitive", eps, kernel)
+        return fused_replay(streams, list(ys), *columns, list(saved), *options)
+    states = [streams]
+    for y, beta in zip(ys, saved, strict=True):
+        states.append(reference.lerp(y, states[-1], beta).to(streams.dtype))
+    return states[1:]
 
 
 def backward(

@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                     unpack(was, s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
-                        s[k] = fmaf(f.x, v[k], (1.0f - f.x) * s[k]);
+                        s[k] = lerp(s[k], v[k], f.x);
                         pooled[slab][k] = fmaf(f.y, s[k], pooled[slab][k]);
                     }
                     const uint4 now = pack(s);
@@ -186,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             if (lane < 2)
                 row[COUNT + lane] = lane == 0 ? r : 0.0f;
         }
-    }    if (EXACT) {
+    }
+    if (EXACT) {
         __syncthreads();
         if (threadIdx.x == 0)
             codes.lost[blockIdx.x] = lost;

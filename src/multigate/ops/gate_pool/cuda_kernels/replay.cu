@@ -1,0 +1,65 @@
+// The streams after each of STEPS steps once more, to the bit; after step.cu.
+//
+// The dot products are those that the steps have saved. Nothing is left to be summed, so that a thread takes its chunks
+// through all steps: the streams are read once, and written once a step. A block has one token.
+
+struct Chain {
+    u64 y[STEPS], saved[STEPS], bias[STEPS], out[STEPS];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    replay(const __grid_constant__ Rows streams, const __grid_constant__ Chain chain, float eps) {
+    __shared__ float betas[STEPS][N];
+    const Place place;
+    const int member = place.member, i = place.stream;
+    const long long token = blockIdx.x;
+
+    uint4 rows[N], given[STEPS];
+    auto fetch = [&](int c) {
+        if (c >= CHUNKS)
+            return;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            rows[n] = __ldg(reinterpret_cast<const uint4 *>(streams.at[n] + token * streams.step) + c);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++)
+            given[j] = __ldg(reinterpret_cast<const uint4 *>(chain.y[j] + token * (C * BYTES)) + c);
+    };
+    fetch(member);
+
+    // LANES lanes make the gates of a step; whole warps take part.
+    for (int first = 0; first < STEPS * LANES; first += THREADS) {
+        const int j = min((first + member) / LANES, STEPS - 1);
+        const float *row = reinterpret_cast<const float *>(chain.saved[j]) + token * SAVED;
+        Gate gate;
+        gate.make(row[min(i, N - 1)], row[N + min(i, N - 1)], reinterpret_cast<const float *>(chain.bias[j]), eps, i);
+        if (i < N)
+            betas[j][i] = gate.beta;
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        const int c = slab * THREADS + member;
+        if (slab > 0)
+            fetch(c);
+        if (c < CHUNKS) {
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) {
+                float v[CHUNK], s[CHUNK];
+                unpack(given[j], v);
+                const u64 out = chain.out[j] + token * (N * C * BYTES);
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const float beta = betas[j][n];
+                    unpack(rows[n], s);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++)
+                        s[k] = lerp(s[k], v[k], beta);
+                    rows[n] = pack(s);
+                    store(out + (n * CHUNKS + c) * 16, rows[n]);
+                }
+            }
+        }
+    }
+}
