@@ -134,20 +134,21 @@ def inversion_study(model, tokens, autocast):
 def draw(studies, path):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(studies) + 1, 6.5), layout="constrained")
+    figure = Figure(figsize=(max(5, 2.4 * len(studies)), 5.5), layout="constrained")
     axes = figure.subplots(2, len(studies), squeeze=False, sharey="row")
     for (above, below), (name, study) in zip(axes.T, studies.items(), strict=True):
         for scheme, errors in study["drift"].items():
             shown = [error or np.nan for error in errors]
             above.semilogy(range(len(errors)), shown, label=scheme)
-        above.set(title=name, xlabel="steps back from the last")
+        above.set(xlabel="steps back from the last")
+        above.set_title(name, fontsize="medium")
         gate = study["gate"]
         below.stairs(gate["histogram"], gate["edges"], fill=True)
         below.set_yscale("log")
-        below.set(xlabel=f"gate value; {gate['share below 0.1']:.0%} below 0.1")
+        below.set(xlabel=f"gate value; {gate['share below 0.1']:.1%} below 0.1", xlim=(0, 1))
     axes[0, 0].set_ylabel("error of the inverted streams")
     axes[1, 0].set_ylabel("share of the gates")
-    axes[0, 0].legend(fontsize="small")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 

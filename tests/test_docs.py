@@ -170,6 +170,26 @@ def test_the_estimate_on_the_training_page_is_what_a_dry_run_shows(capsys, monke
         assert [float(x) for x in written[mode].split()] == pytest.approx(expected, abs=0.011)
 
 
+def test_few_tokens_on_the_kernels_page_are_those_of_the_file():
+    """The CUDA kernels hold the goal for decoding, and torch.compile is never faster."""
+    text = (ROOT / "docs/kernels.md").read_text()
+    found = {
+        (row["tokens"], row["pass"], row["backend"], row["width"]): row["us"]
+        for row in json.loads((ROOT / "benchmarks/results/h200.json").read_text())["rows"]
+        if row["case"] == "gate_pool" and row["n"] == 4 and row["tokens"] <= 1024
+    }
+    shown = re.findall(r"^\| (\d+) \| (forward|backward) \| (.*) \|$", text, re.M)
+    assert len(shown) == 8
+    for tokens, name, cells in shown:
+        ours, theirs = (
+            [found[int(tokens), name, backend, width] for width in (768, 1024, 1280)]
+            for backend in ("cuda", "compile")
+        )
+        assert cells == " | ".join(f"{us:.1f}" for us in (*ours, *theirs))
+        assert all(a < b for a, b in zip(ours, theirs, strict=True))
+        assert max(ours) <= 3 or name == "backward" or int(tokens) > 16
+
+
 def test_the_figures_of_the_kernels_page_are_those_of_the_file():
     """The share of copy bandwidth and the time of every cell, and the steps."""
     rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())["rows"]
