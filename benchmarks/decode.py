@@ -10,6 +10,7 @@ shapes occur: for some kernels the first call with a shape takes long).
 
 import argparse
 import time
+from functools import partial
 from unittest import mock
 
 import torch
@@ -22,17 +23,17 @@ from multigate.device import choose
 PROMPT = 64
 
 
-def seconds(function):
+def seconds(function, *given):
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    function()
+    function(*given)
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
 @torch.no_grad()
 def without_cache(model, prompts, count, each=1):
-    """Every `each`-th of the tokens only, to have seen the shapes."""
+    """With `each` only one token in so many is computed: that calls every shape once."""
     begin = prompts.shape[1]
     tokens = F.pad(prompts, (0, count))
     positions = torch.arange(begin + count, device=tokens.device)
@@ -52,6 +53,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     compute = choose("cuda")
+    generate = partial(mg.generate, temperature=0)
     models = {}
     for name in args.residuals:
         torch.manual_seed(0)
@@ -60,26 +62,19 @@ def main():
         models[name] = mg.GPT(config).to(compute.device).eval()
     for batch in args.batch:
         prompts = torch.randint(256, (batch, PROMPT), device=compute.device)
-
-        def generated(model, prompts=prompts):
-            with compute.autocast():
-                mg.generate(model, prompts, args.tokens, temperature=0)
-
-        def slowly(model, prompts=prompts, **options):
-            with compute.autocast():
-                without_cache(model, prompts, args.tokens, **options)
-
         best = dict.fromkeys(models, float("inf"))
         for number in range(args.rounds + 1):
             for name, model in models.items():
-                took = seconds(lambda model=model, run=generated: run(model))
+                with compute.autocast():
+                    took = seconds(generate, model, prompts, args.tokens)
                 # The first round compiles kernels.
                 best[name] = min(best[name], took) if number else best[name]
         for name, model in models.items():
-            with mock.patch.object(decode, "can_capture", return_value=False):
-                plain = seconds(lambda model=model, run=generated: run(model))
-            slowly(model, each=PROMPT)
-            none = seconds(lambda model=model, run=slowly: run(model))
+            with compute.autocast():
+                with mock.patch.object(decode, "can_capture", return_value=False):
+                    plain = seconds(generate, model, prompts, args.tokens)
+                without_cache(model, prompts, args.tokens, each=PROMPT)
+                none = seconds(without_cache, model, prompts, args.tokens)
             rate = batch * args.tokens / best[name]
             print(
                 f"{args.scale} {name}, batch {batch}: {rate:,.0f} tokens/s, "

@@ -49,7 +49,14 @@ inline u32 __float_as_uint(float number) {
 }
 inline void fence_copies() {}
 inline void look_again() { asm volatile("" ::: "memory"); }
-template <class T> T __ldg(const T *p) { return *p; }
+inline void check_aligned(u64 address, size_t bytes) {
+    if (address % bytes)
+        printf("an access of %zu bytes is not aligned to them\n", bytes), abort();
+}
+template <class T> T __ldg(const T *p) {
+    check_aligned((u64)p, sizeof(T));
+    return *p;
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -205,7 +212,10 @@ inline void wait(u64 *barrier, u32 parity) {
             yield();
     }
 }
-inline void store(u64 to, uint4 v) { memcpy((void *)to, &v, 16); }
+inline void store(u64 to, uint4 v) {
+    check_aligned(to, 16);
+    memcpy((void *)to, &v, 16);
+}
 
 template <class... A, size_t... I> void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {
     kernel(*reinterpret_cast<std::remove_reference_t<A> *>(arguments[I])...);

@@ -14,7 +14,7 @@ from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
 from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.op import fused
-from multigate.ops.gate_pool import cuda, exact, reference
+from multigate.ops.gate_pool import cuda, exact, passes, reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NAMES = ("h", "streams", "dy", "dstreams", "dw_gate", "dw_pool", "dbias", "dnorm")
@@ -381,6 +381,29 @@ def test_steps_are_replayed_to_the_bit(emulated, n, width, dtype, steps, competi
     for a, b in zip(found, states, strict=True):
         assert torch.equal(a, b)
     assert cuda.replay(streams[:0], [y[:0]], [bias], [saved[:0]], competitive, 1e-6)[0].numel() == 0
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=["one dtype", "two dtypes"])
+def test_steps_are_replayed_from_whatever_tensors_there_are(emulated, other):
+    """Odd addresses, strides, biases in 16 bits; an output of another dtype, whose step is
+    Triton's, behind one that the CUDA kernels take."""
+    torch.manual_seed(0)
+    start = shifted(torch.randn(2, 3, 2, 64))
+    state, states, ys, weights, saved = start, [], [], [], []
+    for dtype in (torch.float32, other, torch.float32):
+        ys.append(shifted(torch.randn(2, 3, 64)).to(dtype))
+        weights.append((torch.randn(64), torch.randn(64), torch.randn(3).bfloat16(), None))
+        call = (ys[-1], state, weights[-1], "competitive", 1e-6, "cuda")
+        _, state, kept = passes.forward(*call)
+        states.append(state)
+        saved.append(kept)
+    assert start.data_ptr() % 16
+    assert ys[0].data_ptr() % 16
+    turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (start, *ys)]
+    for first, *given in ((start, *ys), turned):
+        found = passes.replay(first, given, weights, saved, "competitive", 1e-6, "cuda")
+        for a, b in zip(found, states, strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])

@@ -1,8 +1,11 @@
 """Generation: the cache against the full forward pass, batches against single prompts, sampling
 against a distribution written out by hand."""
 
+import gc
 import math
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from multigate import decode
 from multigate.cache import Cache
 from multigate.decode import Decode
 from multigate.generate import draw, generate_stream, pick, shares
+from replayed import pretend
 
 CONTEXT = 24
 ATTENTION = ("plain", "moda", "moda-ffn")
@@ -292,6 +296,14 @@ def test_the_stream_leaves_gradients_to_its_reader():
         assert torch.is_grad_enabled()
 
 
+def test_a_reader_may_write_into_the_tokens():
+    model, found = lively(), []
+    for step in generate_stream(model, [[1, 2]], 8, temperature=0):
+        found.append(step.item())
+        step.zero_()
+    assert found == by_hand(model, [1, 2], 8)[2:]
+
+
 def test_the_vocabulary_can_be_cut():
     model = lively()
     rows = torch.stack(mg.generate(model, random_tokens(50, 1) % 7, 20, 3.0, vocab_size=7, seed=0))
@@ -537,7 +549,7 @@ def test_weights_cast_once_give_what_autocast_gives(stream_dtype, rounded):
     model, tokens = lively(stream_dtype=stream_dtype), random_tokens(2, 7)
     steps = []
     with torch.autocast("cpu", torch.bfloat16):
-        for weights in (decode.cast_weights(model), {}):
+        for weights in (decode.cast_weights(model), None):
             cache = Cache(model, 2)
             model(tokens[:, :6], cache=cache)
             step = Decode(model, cache, CONTEXT)
@@ -552,7 +564,161 @@ def test_weights_cast_once_give_what_autocast_gives(stream_dtype, rounded):
     wanted = {f"stack.sublayers.{i}.{w}.weight" for i in (0, 2, 4) for w in ("q", "k", "v", "out")}
     wanted |= {f"stack.sublayers.{i}.{w}.weight" for i in (1, 3, 5) for w in ("up", "down")}
     assert set(weights) - {"embed.weight"} == wanted
-    assert decode.cast_weights(model) == {}
+    assert decode.cast_weights(model) is None
+
+
+@torch.no_grad()
+def test_only_weights_of_plain_linear_layers_are_cast():
+    """A parametrised weight is not there to be replaced."""
+    model = lively()
+    torch.nn.utils.parametrizations.weight_norm(model.stack.sublayers[0].q)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = decode.cast_weights(model)
+        assert "stack.sublayers.0.k.weight" in weights
+        assert not any(name.startswith("stack.sublayers.0.q.") for name in weights)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("attention", ["plain", "moda-ffn"])
+@pytest.mark.parametrize("residual", mg.residual_names())
+def test_a_step_that_is_run_again_decodes_every_position(
+    residual, attention, autocast, monkeypatch
+):
+    """Of 30 tokens the prompt gives one and the first step another."""
+    model = lively(residual, attention=attention, context=64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain = mg.generate(model, PROMPTS, 30, temperature=0)
+        graphs = pretend(monkeypatch)
+        rows = mg.generate(model, PROMPTS, 30, temperature=0)
+    assert [row.tolist() for row in rows] == [row.tolist() for row in plain]
+    assert [graph.replays for graph in graphs] == [28]
+    assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+
+
+def test_few_steps_and_a_context_that_slides_are_not_captured(monkeypatch):
+    model, graphs = lively(context=32), pretend(monkeypatch)
+    # The prompt gives the first token, so that 16 are left.
+    for steps, replays in ((16, []), (17, [15]), (40, [32 - 8 - 1])):
+        del graphs[:]
+        rows = mg.generate(model, PROMPTS[2:3], steps, temperature=0)
+        assert rows[0].tolist() == by_hand(model, PROMPTS[2], steps)
+        assert [graph.replays for graph in graphs] == replays
+
+
+def test_steps_that_somebody_watches_are_not_captured(monkeypatch):
+    model, graphs = lively(context=64), pretend(monkeypatch)
+    hook = model.stack.sublayers[0].register_forward_hook(lambda *_: None)
+    mg.generate(model, PROMPTS, 30)
+    hook.remove()
+    hook = model.embed.register_forward_pre_hook(lambda *_: None)
+    mg.generate(model, PROMPTS, 30)
+    hook.remove()
+    with model.stack.residual.recording():
+        mg.generate(model, PROMPTS, 30)
+    assert graphs == []
+    mg.generate(model, PROMPTS, 30)
+    assert len(graphs) == 1
+
+
+def decoding(model, size, steps=CONTEXT):
+    """The prompts of two rows are read, six tokens each."""
+    cache = Cache(model, 2, size)
+    model(random_tokens(2, 6), cache=cache)
+    return cache, Decode(model, cache, steps)
+
+
+@torch.no_grad()
+def test_replayed_steps_take_slots_until_there_are_none(monkeypatch):
+    graphs, model, token = pretend(monkeypatch), lively(), random_tokens(2, 1)
+    cache, step = decoding(model, 10)
+    for used in (7, 8, 9, 10):
+        step(token)
+        assert (cache.used, cache.length.item()) == (used, used)
+    assert graphs[0].replays == 3
+    with pytest.raises(ValueError, match="has 10 slots and 10 are in use, 1 more do not fit"):
+        step(token)
+    assert (cache.used, cache.length.item()) == (10, 10)
+
+
+@torch.no_grad()
+def test_a_capture_that_does_not_fit_takes_no_slot(monkeypatch):
+    pretend(monkeypatch)
+    model, token = lively(), random_tokens(2, 1)
+    cache, step = decoding(model, 7)
+    step(token)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="has 7 slots and 7 are in use"):
+            step(token)
+    assert (cache.used, cache.length.item()) == (7, 7)
+
+
+@pytest.mark.parametrize("where", ["before its slot is taken", "after it"])
+@torch.no_grad()
+def test_steps_go_on_where_they_cannot_be_captured(where, monkeypatch, caplog):
+    graphs, model, tokens = pretend(monkeypatch), lively(), random_tokens(2, 10, seed=6)
+    expected, (cache, step) = decoding(model, 10, steps=0)[1], decoding(model, 10)
+
+    of, name = (mg.GPT, "stream_dtype") if where.startswith("before") else (mg.Stack, "forward")
+    plain = getattr(of, name)
+
+    def looks(module, x, *given):
+        x.sum().item()
+        return plain(module, x, *given)
+
+    monkeypatch.setattr(of, name, looks)
+    for i in range(6, 10):
+        assert torch.equal(step(tokens[:, i : i + 1]), expected(tokens[:, i : i + 1]))
+        assert (cache.used, cache.length.item()) == (i + 1, i + 1)
+    assert [graph.replays for graph in graphs] == [0]
+    (line,) = [r.message for r in caplog.records]
+    assert line.endswith("without a CUDA graph: operation not permitted when stream is capturing")
+
+
+def test_a_text_that_is_left_half_way_holds_no_graph(monkeypatch):
+    graphs, model = pretend(monkeypatch), lively(context=64)
+    stream = generate_stream(model, PROMPTS, 30, temperature=0)
+    for _ in range(5):
+        next(stream)
+    held = weakref.ref(graphs.pop())
+    assert held().replays == 3
+    gc.disable()
+    try:
+        del stream
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_generate_at_once_leave_the_weights_alone(monkeypatch):
+    """One has to wait while the other has put its cast weights into the model."""
+    pretend(monkeypatch)
+    model = lively(context=64)
+    before = dict(model.named_parameters())
+    inside, most, plain = [], [], decode.functional_call
+
+    def slowly(*given):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        out = plain(*given)
+        inside.pop()
+        return out
+
+    monkeypatch.setattr(decode, "functional_call", slowly)
+    rows = {}
+
+    def write(seed):
+        with torch.autocast("cpu", torch.bfloat16):
+            rows[seed] = mg.generate(model, PROMPTS, 20, temperature=0)
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(rows) == 3
+    assert most == [1] * 6
+    assert all(p is before[name] for name, p in model.named_parameters())
 
 
 def greedy(model, steps=30, graph=True):
@@ -618,8 +784,20 @@ def test_gpu_goes_on_where_a_step_cannot_be_captured(monkeypatch, caplog):
         return plain(model, x)
 
     monkeypatch.setattr(mg.GPT, "stream_dtype", looks)
+    stream = torch.cuda.current_stream()
     assert greedy(model) == (rows, 0)
+    assert torch.cuda.current_stream() == stream
     (line,) = [r.message for r in caplog.records if "graph" in r.message]
     assert line.startswith("decoding without a CUDA graph: ")
     monkeypatch.undo()
     assert greedy(model) == (rows, 28)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_captures_on_the_device_of_the_model():
+    """Also where another one is current, and was when a graph was captured before."""
+    model = lively(context=64)
+    rows, _ = greedy(model.to("cuda:0"))
+    assert greedy(model.to("cuda:1")) == (rows, 28)
+    assert torch.cuda.current_device() == 0

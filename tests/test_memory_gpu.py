@@ -25,10 +25,11 @@ class Sublayer(mg.residuals.Sublayer):
         return self.linear(x).tanh()
 
 
-def stack(memory, residual, depth=12, streams=4, width=256):
+def stack(memory, residual, depth=12, streams=4, width=256, **options):
     torch.manual_seed(0)
     sublayers = [Sublayer(width) for _ in range(depth)]
-    made = mg.Stack(sublayers, residual, width, streams, RMSNorm(width), memory=memory)
+    options = {"memory": memory, **options}
+    made = mg.Stack(sublayers, residual, width, streams, RMSNorm(width), **options)
     with torch.no_grad():
         for name, p in made.residual.named_parameters():
             p += (0.5 if "b1" in name else 0.2) * torch.randn(p.shape)
@@ -64,6 +65,16 @@ def test_gradients_are_those_of_store(residual, memory, backend, monkeypatch):
             assert torch.equal(found[name], gradient), name
         elif gradient.norm() > 0:
             assert cosine(found[name], gradient) > 0.99, name
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 264), (8, 1024), (16, 4096)])
+@pytest.mark.parametrize("residual", GATES)
+def test_long_blocks_are_replayed_to_the_bit(residual, n, width):
+    """More steps than one launch takes."""
+    options = {"depth": n + 21, "streams": n, "width": width, "tokens": 70, "every": 11}
+    expected, found = (gradients(memory, residual, **options) for memory in ("store", "recompute"))
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
 
 
 @pytest.mark.parametrize("memory", MODES)

@@ -9,7 +9,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import torch
+
 import multigate as mg
+from multigate.ops.backend import at_trace_time
 
 ROOT = Path(mg.__file__).parent
 
@@ -98,6 +101,25 @@ print("imported", len({modules()!r}))
 
 def sources():
     return {f: f.read_text() for f in ROOT.rglob("*.py")}
+
+
+def test_importing_multigate_does_not_import_the_compiler():
+    """It takes longer than torch itself, and most users of the command line never need it."""
+    heavy = ("torch._dynamo", "sympy", "triton", "transformers", "matplotlib")
+    code = f"import multigate, sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_asked_at_trace_time_has_torchs_own_mark():
+    def theirs():
+        return 1
+
+    def ours():
+        return 1
+
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(at_trace_time(ours)) == vars(theirs) != {}
 
 
 def test_files_are_small_rooms():

@@ -57,7 +57,8 @@ class Cache:
         self.padding = padding
         self.begun = False
         """Whether anything was appended: a flag, because compiled code depends on it."""
-        self._counted = 0
+        self.used = 0
+        """As `length`, but a number, so that nobody waits for the device to know it."""
 
     def append(self, tokens: Tensor) -> "Places":
         """Slots for `tokens` [B, T], taken from now on."""
@@ -81,12 +82,12 @@ class Cache:
         # A number that changes would have the decode step compiled again for every position.
         if torch.compiler.is_compiling():
             return
-        if self._counted + tokens > self.size:
+        if self.used + tokens > self.size:
             raise ValueError(
-                f"the cache has {self.size} slots and {self._counted} are in use, {tokens} more do "
+                f"the cache has {self.size} slots and {self.used} are in use, {tokens} more do "
                 "not fit: make it larger, or generate fewer tokens."
             )
-        self._counted += tokens
+        self.used += tokens
 
 
 class Places:

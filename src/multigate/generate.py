@@ -276,8 +276,9 @@ def _steps(text: Text, choose: Choice, stop: Tensor) -> Iterator[Tensor]:
         # Looking at a value waits for the device: at the first token, and where rows can end.
         if step == 0 or len(stop):
             _check_finite(sound)
-        yield torch.where(ended, -1, new) if len(stop) else new
+        # Before the reader has it, who may write into it.
         text.add(new)
+        yield torch.where(ended, -1, new) if len(stop) else new
         if len(stop):
             ended |= torch.isin(new, stop)
             if ended.all():

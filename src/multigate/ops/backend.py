@@ -3,10 +3,11 @@
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -17,13 +18,25 @@ from . import nvrtc
 BACKENDS = ("auto", "torch", "triton", "cuda")
 VARIABLE = "MULTIGATE_BACKEND"
 """The environment variable that stands in for the argument `backend` where that is "auto"."""
+P = ParamSpec("P")
+R = TypeVar("R")
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 logger = logging.getLogger("multigate")
 _assumed: ContextVar[str | None] = ContextVar("assumed", default=None)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def at_trace_time(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that torch.compile calls while it traces, taking the answer for a constant.
+
+    This is `torch.compiler.assume_constant_result`, which would import the compiler to leave the
+    same mark: seconds for everybody who imports multigate.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@at_trace_time
 def choose(
     op: str, kernels: tuple[str, ...], requested: str, device: str, index: int | None, dtype: str
 ) -> str:

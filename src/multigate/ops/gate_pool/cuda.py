@@ -13,8 +13,9 @@ from multigate.ops.cuda import Plan, Problem, pointer
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
 MOST_STEPS = 8
-"""That are replayed at once: a thread has a chunk of the output of each."""
+"""Steps that one launch replays: a thread holds a chunk of the output of each."""
 MOST_WARPS = 16
+"""Of a block that replays."""
 TAKES = "cuda takes y and streams of one dtype, in rows of whole 16 bytes that fit on the chip"
 
 

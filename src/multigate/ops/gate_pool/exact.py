@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigate.ops.backend import at_trace_time
+
 from . import codes, cuda, reference
 from .codes import LISTED
 from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shapes
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@at_trace_time
 def fits(device: str, index: int | None, n: int, width: int, dtype: str) -> bool:
     """Whether the kernels take the problem; asked at trace time, so in words and numbers."""
     kind = getattr(torch, dtype.removeprefix("torch."))

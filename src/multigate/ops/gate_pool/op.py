@@ -131,7 +131,9 @@ def fused_replay(
     """
     rows, shape = [flat_rows(y) for y in ys], streams.shape
     packed = streams.reshape(-1, *shape[-2:]).contiguous()
-    if backend == "cuda" and cuda.takes(rows[0], packed.unbind(1)):
+    each = packed.unbind(1)
+    # Every output: one of another dtype has been Triton's.
+    if backend == "cuda" and all(cuda.takes(y, each) for y in rows):
         with torch.cuda.device_of(streams):
             states = cuda.replay(packed, rows, biases, saved, competitive, eps)
         return [state.view(shape) for state in states]

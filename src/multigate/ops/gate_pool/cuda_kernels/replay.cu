@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
     fetch(member);
 
-    // LANES lanes make the gates of a step; whole warps take part.
+    // LANES lanes make the gates of a step. Whole warps take part: lanes that are left over make the last step's too.
     for (int first = 0; first < STEPS * LANES; first += THREADS) {
         const int j = min((first + member) / LANES, STEPS - 1);
         const float *row = reinterpret_cast<const float *>(chain.saved[j]) + token * SAVED;
