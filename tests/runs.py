@@ -86,5 +86,7 @@ def losses(config):
 
 
 def numbers(log):
-    """What must be the same however often a run was interrupted: all but the speed."""
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in log]
+    """What must be the same however often a run was interrupted: not its speed, nor the memory of a
+    process that has done more than this run."""
+    aside = ("tokens_per_second", "memory_gib")
+    return [{k: v for k, v in r.items() if k not in aside} for r in log]
