@@ -213,8 +213,9 @@ def test_opcheck(emulated, dtype):
     (y, streams, *weights), (grad_h, grad_streams) = problem(9, 3, 64, True, dtype)
     # Lists and places are only filled as far as they are used: no two runs need be the same.
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(exact.forward, (y, streams, *weights, True, 1e-6), test_utils=checks[1:])
-    _, new, saved, *kept, _ = exact.forward(y, streams, *weights, True, 1e-6)
+    given = (y, streams, *weights, True, 1e-6, 20)
+    torch.library.opcheck(exact.forward, given, test_utils=checks[1:])
+    _, new, saved, *kept, _ = exact.forward(*given)
     given = (grad_h, grad_streams, y, new, *weights, saved, kept, True, 1e-6)
     torch.library.opcheck(exact.backward, given, test_utils=checks)
 

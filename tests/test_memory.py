@@ -373,7 +373,7 @@ def test_codes_count_what_they_lose():
     """A list of known length: beyond it the guess stands."""
     true, guess = torch.arange(1.0, 65.0), torch.arange(1.0, 65.0)
     guess[:10] = 0.0
-    packed, listed, lost = codes.encode(true, guess, codes.room_for(true))
+    packed, listed, lost = codes.encode(true, guess, codes.room_for(true, codes.LISTED))
     room = math.ceil(64 / codes.LISTED)
     assert int(lost) == 10 - room
     found = codes.decode(packed, listed, guess)
@@ -397,7 +397,7 @@ def test_compiled_by_inductor(memory):
     @torch.compile(fullgraph=True)
     def back(streams, y, beta):
         new = reference.lerp(y, streams, beta).to(streams.dtype)
-        packed, listed, lost = exact.coded(streams, new, y, beta)
+        packed, listed, lost = exact.coded(streams, new, y, beta, codes.LISTED)
         return exact.uncoded(new, y, beta, packed, listed), lost
 
     found, lost = back(streams, y, beta)
@@ -409,7 +409,7 @@ def test_opcheck():
     streams, y, beta = torch.randn(7, 3, 5), torch.randn(7, 5), 0.2 * torch.rand(7, 3)
     new = reference.lerp(y, streams, beta)
     torch.library.opcheck(exact.coded, (streams, new, y, beta))
-    packed, listed, _ = exact.coded(streams, new, y, beta)
+    packed, listed, _ = exact.coded(streams, new, y, beta, codes.LISTED)
     torch.library.opcheck(exact.uncoded, (new, y, beta, packed, listed))
 
 

@@ -5,6 +5,7 @@ A process that torchrun did not start is a world of one, and every function here
 
 import atexit
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,6 +50,9 @@ def join(device: str) -> Iterator[World]:
                 f"{torch.cuda.device_count()} or fewer."
             )
         torch.cuda.set_device(local)
+    # Functions of torch that are imported later have the group as a default argument, and would
+    # keep it for good.
+    importlib.import_module("torch._dynamo")
     # gloo beside nccl: checkpoints and agreements travel between CPUs.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     atexit.register(_end_groups, [dist.group.WORLD])

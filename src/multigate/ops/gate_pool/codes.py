@@ -23,8 +23,8 @@ BITS = {
 }
 
 
-def room_for(true: Tensor) -> int:
-    return -(-true.numel() // LISTED)
+def room_for(true: Tensor, one_in: int) -> int:
+    return -(-true.numel() // one_in)
 
 
 def encode(true: Tensor, guess: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Steps that are inverted to the last bit, as torch.library operators.
 
 `forward` and `backward` are whole steps by the CUDA kernels; `coded` and `uncoded` go with a step
-by any backend.
+by any backend. How long their lists are is an argument (one element in so many), because what
+torch.compile has kept of an earlier version is found again by an operator's name and arguments.
 """
 
 import math
@@ -13,7 +14,6 @@ from torch import Tensor
 from multigate.ops.backend import at_trace_time
 
 from . import codes, cuda, reference
-from .codes import LISTED
 from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shapes
 
 
@@ -37,6 +37,7 @@ def forward(
     norm_weight: Tensor | None,
     competitive: bool,
     eps: float,
+    one_in: int,
 ) -> list[Tensor]:
     """h, the new streams, `saved`, the four tensors of `cuda.Exact`, and how much was lost."""
     with torch.cuda.device_of(y):
@@ -46,13 +47,14 @@ def forward(
             flat_weights(w_gate, w_pool, bias, norm_weight),
             competitive,
             eps,
-            _room(streams),
+            _room(streams, one_in),
         )
     return [h.view(y.shape), new.view(streams.shape), saved, *exact, lost.sum()]
 
 
 @forward.register_fake
 def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
+    one_in: int = rest[-1]
     tokens = math.prod(y.shape[:-1])
     n, width = streams.shape[-2:]
     chunk = 16 // y.element_size()
@@ -63,7 +65,7 @@ def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
         y.new_empty((tokens, 4 * n + 4), dtype=torch.float32),
         y.new_empty((tokens, n, width // chunk), dtype=bits),
         y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
-        y.new_empty((_room(streams),)),
+        y.new_empty((_room(streams, one_in),)),
         y.new_empty((tokens, n), dtype=torch.float32),
         y.new_empty((), dtype=torch.int64),
     ]
@@ -114,15 +116,19 @@ def coded_in_full(
 
 
 @torch.library.custom_op("multigate::gate_pool_coded", mutates_args=())
-def coded(streams: Tensor, new: Tensor, y: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def coded(
+    streams: Tensor, new: Tensor, y: Tensor, beta: Tensor, one_in: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """`coded_in_full` with a list of a length that is known before; how much was lost."""
-    return codes.encode(streams, reference.unlerp(new, y, beta), codes.room_for(streams))
+    return codes.encode(streams, reference.unlerp(new, y, beta), codes.room_for(streams, one_in))
 
 
 @coded.register_fake
-def _(streams: Tensor, new: Tensor, y: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    streams: Tensor, new: Tensor, y: Tensor, beta: Tensor, one_in: int
+) -> tuple[Tensor, Tensor, Tensor]:
     packed = streams.new_empty((-(-streams.numel() // 4),), dtype=torch.uint8)
-    listed = streams.new_empty((codes.room_for(streams),))
+    listed = streams.new_empty((codes.room_for(streams, one_in),))
     return packed, listed, streams.new_empty((), dtype=torch.int64)
 
 
@@ -137,6 +143,6 @@ def _(new: Tensor, y: Tensor, beta: Tensor, packed: Tensor, listed: Tensor) -> T
     return new.new_empty(new.shape)
 
 
-def _room(streams: Tensor) -> int:
+def _room(streams: Tensor, one_in: int) -> int:
     """Elements of the list: every block has a part of it, and some more than others to list."""
-    return streams.numel() // LISTED + 4096
+    return streams.numel() // one_in + 4096

@@ -12,6 +12,7 @@ from torch import Tensor
 from multigate.numerics import without_autocast
 
 from . import exact, reference
+from .codes import LISTED
 from .cuda import Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_replay
 
@@ -137,13 +138,15 @@ def exact_forward(
 ) -> tuple[Tensor, ...]:
     """h, the new streams, how much could not be kept, `saved`, and what brings the streams back."""
     if kernel == "cuda" and _codes_by_kernel(y, streams):
-        options = (variant == "competitive", eps)
+        options = (variant == "competitive", eps, LISTED)
         h, new, saved, *kept, lost = exact.forward(y, streams, *weights, *options)
         return h, new, lost, saved, *kept
     h, new, saved = forward(y, streams, weights, variant, eps, kernel)
     beta = gates(saved, weights[2], streams, variant, eps)
-    coded = exact.coded if torch.compiler.is_compiling() else exact.coded_in_full
-    packed, listed, lost = coded(streams, new, y, beta)
+    if torch.compiler.is_compiling():
+        packed, listed, lost = exact.coded(streams, new, y, beta, LISTED)
+    else:
+        packed, listed, lost = exact.coded_in_full(streams, new, y, beta)
     return h, new, lost, saved, beta, packed, listed
 
 
