@@ -408,7 +408,7 @@ def test_compiled_by_inductor(memory):
 def test_opcheck():
     streams, y, beta = torch.randn(7, 3, 5), torch.randn(7, 5), 0.2 * torch.rand(7, 3)
     new = reference.lerp(y, streams, beta)
-    torch.library.opcheck(exact.coded, (streams, new, y, beta))
+    torch.library.opcheck(exact.coded, (streams, new, y, beta, codes.LISTED))
     packed, listed, _ = exact.coded(streams, new, y, beta, codes.LISTED)
     torch.library.opcheck(exact.uncoded, (new, y, beta, packed, listed))
 
