@@ -266,30 +266,18 @@ def replay(
     eps: float,
 ) -> list[Tensor]:
     """The streams [tokens, n, C] after each step, from those before the first; see replay.cu."""
-    states = list[Tensor]()
-    for begin in range(0, len(ys), MOST_STEPS):
-        part = slice(begin, begin + MOST_STEPS)
-        start = cuda.ready(states[-1] if states else streams)
-        states += _replay(start, ys[part], biases[part], saved[part], competitive, eps)
-    return states
-
-
-def _replay(
-    streams: Tensor,
-    ys: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    competitive: bool,
-    eps: float,
-) -> list[Tensor]:
+    if len(ys) > MOST_STEPS:
+        m, gate = MOST_STEPS, (competitive, eps)
+        states = replay(streams, ys[:m], biases[:m], saved[:m], *gate)
+        return states + replay(states[-1], ys[m:], biases[m:], saved[m:], *gate)
     (tokens, n, width), steps = streams.shape, len(ys)
-    states = [torch.empty_like(streams) for _ in ys]
+    states = [streams.new_empty(streams.shape) for _ in ys]
     if tokens == 0:
         return states
     what = problem(n, width, streams.element_size())
     kernel, threads = _replaying(streams.device, what, streams.dtype, competitive, steps)
     # Copies must live until the launch: they have names.
-    ys = [cuda.ready(y) for y in ys]
+    streams, ys = cuda.ready(streams), [cuda.ready(y) for y in ys]
     biases = [cuda.ready(bias, torch.float32) for bias in biases]
     at = [t.data_ptr() for t in (*ys, *saved, *biases, *states)]
     chain = (ctypes.c_uint64 * len(at))(*at)
