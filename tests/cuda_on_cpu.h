@@ -64,6 +64,7 @@ inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline int __popcll(u64 bits) { return __builtin_popcountll(bits); }
 inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
 inline int atomicAdd(int *at, int more) {
@@ -157,6 +158,13 @@ inline int __shfl_up_sync(u32, int v, int by) {
 inline float __shfl_xor_sync(u32, float v, int mask) {
     return exchange_in_warp(my_warp().numbers, v, (threadIdx.x % 32) ^ mask);
 }
+
+inline int __reduce_add_sync(u32, int v) {
+    for (int mask = 16; mask; mask /= 2)
+        v += exchange_in_warp(my_warp().integers, v, (threadIdx.x % 32) ^ mask);
+    return v;
+}
+inline u32 __ballot_sync(u32, bool yes) { return __reduce_add_sync(~0u, (u32)yes << threadIdx.x % 32); }
 
 inline void two_from_half(u32 word, float &low, float &high) {
     _Float16 halves[2];

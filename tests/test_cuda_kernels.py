@@ -1,5 +1,6 @@
 """The CUDA kernels, run on the CPU by tests/cuda_on_cpu.h."""
 
+import math
 import shutil
 import sys
 
@@ -29,7 +30,7 @@ def libraries(tmp_path_factory):
 def emulated(request, monkeypatch, libraries):
     monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
-    kernels = (cuda._kernels, cuda._replaying, depth._kernels)
+    kernels = (cuda._kernels, cuda._replaying, cuda._keeping, depth._kernels)
     for made in kernels:
         made.cache_clear()
     yield
@@ -405,6 +406,56 @@ def test_steps_are_replayed_from_whatever_tensors_there_are(emulated, other):
         found = passes.replay(first, given, weights, saved, "competitive", 1e-6, "cuda")
         for a, b in zip(found, states, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("n", "tokens", "width", "dtype"),
+    [
+        (1, 2049, 8, torch.bfloat16),
+        (3, 682 + 7, 4, torch.float32),
+        (4, 512, 8, torch.float16),
+        (12, 2 * 170 + 1, 8, torch.bfloat16),
+        (16, 3, 2056, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
+def test_the_largest_gates_are_kept(emulated, n, tokens, width, dtype, competitive):
+    """Of every group, also of a last one that is smaller, even than what a group keeps."""
+    (y, streams, *weights, _), _ = problem(tokens, n, width, competitive, dtype)
+    _, _, saved = cuda.forward(y, streams.unbind(1), *weights, None, competitive, 1e-6)
+    variant = "competitive" if competitive else "independent"
+    beta = passes.gates(saved, weights[2], streams, variant, 1e-6)
+    group = 2048 // n
+    for millionths in (0, 10_000, 1_000_000):
+        count = math.ceil(group * n * millionths / 1e6)
+        kept, places = cuda.keep(
+            streams.unbind(1), saved, weights[2], millionths, competitive, 1e-6
+        )
+        assert places.dtype == torch.int32
+        taken = places[places >= 0].long()
+        assert torch.equal(kept[taken], streams[places >= 0])
+        assert taken.unique().numel() == taken.numel()
+        for i, here in enumerate(places.split(group)):
+            gates = beta[i * group : (i + 1) * group]
+            wanted = min(count, gates.numel())
+            assert (here >= 0).sum() == wanted
+            assert ((here < 0) | (here // max(count, 1) == i)).all()
+            if wanted:
+                least = gates.flatten().topk(wanted).values.min()
+                assert (gates[here >= 0] >= least * (1 - 1e-5)).all()
+    assert cuda.keep(streams[:0].unbind(1), saved[:0], weights[2], 10, False, 1e-6)[0].numel() == 0
+
+
+def test_of_equal_gates_the_first_are_kept(emulated):
+    streams, saved = torch.randn(700, 3, 4), torch.ones(700, 16)
+    saved[600:610, 4] = 9.0
+    saved[605, 5] = math.nan
+    _, places = cuda.keep(streams.unbind(1), saved, torch.zeros(3), 10_000, False, 1e-6)
+    first = places[:682].flatten()
+    opened = 3 * torch.arange(600, 610) + 1
+    chosen = (first >= 0).nonzero().flatten()
+    assert chosen.tolist() == [*range(10), *sorted([*opened.tolist(), 3 * 605 + 2])]
+    assert (places[682:].flatten() >= 0).nonzero().flatten().tolist() == list(range(21))
 
 
 @pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])

@@ -9,7 +9,7 @@ from torch import nn
 
 import multigate as mg
 from multigate.norm import RMSNorm
-from multigate.ops.gate_pool import codes, exact, lean, reference
+from multigate.ops.gate_pool import codes, exact, lean, passes, reference
 from multigate.residuals.memory import Memory
 
 GATES = ["mgr-competitive", "mgr-independent"]
@@ -386,9 +386,11 @@ def test_compiled_by_inductor(memory):
     """In bfloat16, where a rounding that the compiler leaves out would show."""
     torch._dynamo.reset()
     options = {"depth": 6, "streams": 2, "dtype": torch.bfloat16, "bias_init": -3.0}
-    expected = gradients(stack("store", **options), dtype=torch.bfloat16)
-    model = stack(memory, **options)
-    found = gradients(model, torch.compile(model, fullgraph=True), dtype=torch.bfloat16)
+    stored, model = stack("store", **options), stack(memory, **options)
+    expected, found = (
+        gradients(m, torch.compile(m, fullgraph=True), dtype=torch.bfloat16)
+        for m in (stored, model)
+    )
     assert int(model.residual.lost) == 0
     assert distance(found, expected) < 0.05
     streams = torch.randn(50, 2, WIDTH).bfloat16()
@@ -450,28 +452,28 @@ def test_no_tokens_and_strange_strides(memory):
 def test_the_largest_gates_are_kept():
     beta = torch.rand(5, 4)
     streams = torch.randn(5, 4, 3)
-    rows, index = lean.largest(streams, beta, 120_000)
+    rows, index = passes.largest(streams, beta, 120_000)
     assert sorted(index.tolist()) == sorted(beta.flatten().topk(3).indices.tolist())
     assert torch.equal(rows, streams.view(20, 3)[index])
-    assert len(lean.largest(streams, beta, 0)[1]) == 0
-    assert len(lean.largest(streams, beta, 1_000_000)[1]) == 20
-    assert len(lean.largest(streams[:0], beta[:0], 120_000)[1]) == 0
+    assert len(passes.largest(streams, beta, 0)[1]) == 0
+    assert len(passes.largest(streams, beta, 1_000_000)[1]) == 20
+    assert len(passes.largest(streams[:0], beta[:0], 120_000)[1]) == 0
 
 
 @pytest.mark.parametrize(("total", "group"), [(4096, 2048), (4100, 1367), (2052, 1026), (92, 10)])
 def test_every_group_keeps_its_largest_gates(total, group, monkeypatch):
     """The last group may be smaller: even smaller than what every group keeps."""
-    monkeypatch.setattr(lean, "GROUP", 10 if group == 10 else 2048)
+    monkeypatch.setattr(passes, "GROUP", 10 if group == 10 else 2048)
     keep = 250_000 if group == 10 else 10_000
     beta, streams = torch.rand(total // 4, 4), torch.randn(total // 4, 4, 2)
-    rows, index = lean.largest(streams, beta, keep)
+    rows, index = passes.largest(streams, beta, keep)
     assert torch.equal(rows, streams.view(total, 2)[index])
     count = math.ceil(keep * group / 1e6)
     for begin in range(0, total, group):
         values = beta.flatten()[begin : begin + group]
         here = set((index[(index >= begin) & (index < begin + len(values))] - begin).tolist())
         assert here == set(values.topk(min(count, len(values))).indices.tolist())
-    assert set(lean.largest(streams, beta, 1_000_000)[1].tolist()) == set(range(total))
+    assert set(passes.largest(streams, beta, 1_000_000)[1].tolist()) == set(range(total))
 
 
 @pytest.mark.parametrize("memory", MODES)

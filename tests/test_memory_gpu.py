@@ -1,5 +1,7 @@
 """The memory modes with kernels on a GPU."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -119,16 +121,22 @@ def test_every_bit_comes_back(n, width, dtype):
 def test_the_kernel_that_inverts(n, width):
     y, streams, weights = problem(700, n, width, torch.bfloat16)
     h, new, saved = cuda.forward(y, streams.unbind(1), *weights, False, 1e-6)
-    beta = reference.gate(streams, weights[0], weights[2], "independent", 1e-6)
-    index = beta.flatten().topk(50).indices
-    kept = streams.view(-1, width)[index]
-    places = torch.full((700 * n,), -1, dtype=torch.int32, device="cuda")
-    places[index] = torch.arange(50, dtype=torch.int32, device="cuda")
+    kept, places = cuda.keep(streams.unbind(1), saved, weights[2], 30_000, False, 1e-6)
+    beta = reference.gate(streams, weights[0], weights[2], "independent", 1e-6).flatten()
+    index = (places.flatten() >= 0).nonzero().flatten()
+    assert torch.equal(kept[places.flatten()[index]], streams.view(-1, width)[index])
+    rows = 2048 // n
+    for begin in range(0, 700, rows):
+        here = places[begin : begin + rows].flatten() >= 0
+        group = beta[begin * n : (begin + rows) * n]
+        count = min(math.ceil(rows * n * 0.03), len(group))
+        assert int(here.sum()) == count
+        assert group[here].min() >= group.topk(count).values.min() - 1e-6
     grads = (torch.randn_like(h), torch.randn_like(new))
     old, found = cuda.invert_backward(
         *grads, y, new.unbind(1), weights, saved, kept, places, False, 1e-6
     )
-    assert torch.equal(old.view(-1, width)[index], kept)
+    assert torch.equal(old.view(-1, width)[index], streams.view(-1, width)[index])
     assert (old.float() - streams.float()).norm() < 4e-3 * streams.float().norm()
     expected = cuda.backward(*grads, y, old.unbind(1), *weights, saved, False, 1e-6)
     for a, b in zip(found, expected, strict=True):

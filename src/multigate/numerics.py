@@ -8,7 +8,16 @@ from torch import Tensor
 
 def wide(x: Tensor) -> Tensor:
     """`x` in the precision of all mixing: float32, or float64 if it is that already."""
-    return x if x.dtype == torch.float64 else x.float()
+    return rounded(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype; itself if it has it already.
+
+    So does `to`, but torch.compile then sees a second tensor, and in torch 2.11 the outputs of an
+    autograd.Function that have such a double lose their gradients.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

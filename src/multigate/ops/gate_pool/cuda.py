@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multigate.ops import cuda, nvrtc
+from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan, Problem, pointer
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
@@ -16,6 +17,8 @@ MOST_STEPS = 8
 """Steps that one launch replays: a thread holds a chunk of the output of each."""
 MOST_WARPS = 16
 """Of a block that replays."""
+GROUP = 2048
+"""The most pairs of token and stream among which the largest gates are looked for."""
 TAKES = "cuda takes y and streams of one dtype, in rows of whole 16 bytes that fit on the chip"
 
 
@@ -34,6 +37,13 @@ def takes(y: Tensor, streams: Sequence[Tensor], device: torch.device | None = No
         return False
     largest = problem(len(streams), y.shape[1], y.element_size(), y, y)
     return cuda.plan_on(device or y.device, largest) is not None
+
+
+@at_trace_time
+def fits(device: str, index: int | None, n: int, width: int, dtype: str) -> bool:
+    """`takes`, asked at trace time, so in words and numbers."""
+    y = torch.empty(0, width, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return takes(y, [y] * n, torch.device(device, index or 0))
 
 
 class Codes(ctypes.Structure):
@@ -255,6 +265,58 @@ def _backward(
     kernel.launch(blocks, 32 * cut.warps * cut.teams, arguments)
     cuda.finish(finish, partials, pieces)
     return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
+
+
+def keep(
+    streams: Sequence[Tensor],
+    saved: Tensor,
+    bias: Tensor,
+    millionths: int,
+    competitive: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Streams before a step, those of the largest gates of every group, as rows; for each token and
+    stream [tokens, n] its row, or -1; see keep.cu."""
+    streams = cuda.readable(streams)
+    n, (tokens, width) = len(streams), streams[0].shape
+    groups, count = _groups(tokens, n, millionths)
+    kept = streams[0].new_empty(groups * count, width)
+    places = streams[0].new_empty((tokens, n), dtype=torch.int32)
+    if tokens:
+        what = problem(n, width, kept.element_size())
+        kernel, threads = _keeping(kept.device, what, kept.dtype, competitive)
+        bias = cuda.ready(bias, torch.float32)
+        arguments = [
+            cuda.rows(streams),
+            *map(pointer, (saved, bias, kept, places)),
+            ctypes.c_int64(tokens),
+            ctypes.c_int(count),
+            ctypes.c_float(eps),
+        ]
+        kernel.launch(groups, threads, arguments)
+    return kept, places
+
+
+def kept_rows(tokens: int, n: int, millionths: int) -> int:
+    groups, count = _groups(tokens, n, millionths)
+    return groups * count
+
+
+def _groups(tokens: int, n: int, millionths: int) -> tuple[int, int]:
+    """How many groups there are, of whole tokens, and how many streams each of them keeps."""
+    group = GROUP // n
+    return -(-tokens // group), -(-group * n * millionths // 1_000_000)
+
+
+@functools.cache
+def _keeping(
+    device: torch.device, what: Problem, dtype: torch.dtype, competitive: bool
+) -> tuple[nvrtc.Kernel, int]:
+    """The kernel that finds the largest gates, and the threads of a block."""
+    cut = Plan(8, 1, -(-what.width * what.itemsize // (8 * 512)), hold=False)
+    text = cuda.source(FOLDER, "step", "keep")
+    module = cuda.compiled(device, text, what, dtype, cut, {"COMPETITIVE": competitive})
+    return module.kernel("keep", 0), 32 * cut.warps
 
 
 def replay(

@@ -19,12 +19,9 @@ from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shape
 
 @at_trace_time
 def fits(device: str, index: int | None, n: int, width: int, dtype: str) -> bool:
-    """Whether the kernels take the problem; asked at trace time, so in words and numbers."""
-    kind = getattr(torch, dtype.removeprefix("torch."))
-    if not cuda.codes_fit(n, kind):
-        return False
-    y = torch.empty(0, width, dtype=kind)
-    return cuda.takes(y, [y] * n, torch.device(device, index or 0))
+    """Whether the kernels make codes of the problem; see `cuda.fits`."""
+    coded = cuda.codes_fit(n, getattr(torch, dtype.removeprefix("torch.")))
+    return coded and cuda.fits(device, index, n, width, dtype)
 
 
 @torch.library.custom_op("multigate::gate_pool_exact", mutates_args=())

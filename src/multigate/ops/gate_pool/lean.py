@@ -11,37 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from . import passes
 from .cuda import Weights
 
-GROUP = 2048
-"""The most pairs of token and stream in a group; all groups have about as many."""
 ENTRY = 6
 """Tensors of a step in a block: y, the four weights, and what was saved."""
 
 
 def stand_in(streams: Tensor) -> Tensor:
     return streams.new_zeros(()).expand(streams.shape)
-
-
-def largest(streams: Tensor, beta: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """The streams of the largest gate values, `keep` in a million, as rows; where they belong.
-
-    The largest of every group, that is: all at once are sought by a dozen kernels, these by one.
-    """
-    total = beta.numel()
-    groups = max(1, -(-total // GROUP))
-    group = -(-total // groups)
-    count = (group * keep + 999_999) // 1_000_000
-    # Gates are positive, so that what fills up the last group comes last.
-    values = F.pad(beta.reshape(-1), (0, groups * group - total), value=-1.0).view(groups, group)
-    first = group * torch.arange(groups, device=beta.device)
-    index = values.topk(count, sorted=False).indices + first[:, None]
-    # Where it has too few, a row is kept twice.
-    index = index.reshape(-1).clamp(max=total - 1)
-    return streams.reshape(total, streams.shape[-1])[index], index
 
 
 def handed(streams: Tensor | None, memory: str) -> Tensor:
@@ -79,11 +58,11 @@ class Inverted(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (w_gate, w_pool, bias, norm_weight)
         h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
-        rows, index = largest(streams, passes.gates(saved, bias, streams, variant, eps), keep)
+        rows, where = passes.keep(streams, y, saved, bias, keep, variant, eps, kernel)
         ctx.set_materialize_grads(False)
         ctx.options = (variant, eps, kernel)
         ctx.linked = before is not None
-        ctx.save_for_backward(y, *weights, saved, rows, index)
+        ctx.save_for_backward(y, *weights, saved, rows, where)
         return h, new, stand_in(new)
 
     @staticmethod
@@ -91,10 +70,10 @@ class Inverted(torch.autograd.Function):
     def backward(
         ctx: Any, grad_h: Tensor | None, grad_new: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        y, *weights, saved, rows, index = ctx.saved_tensors
+        y, *weights, saved, rows, where = ctx.saved_tensors
         after = handed(after, "invert")
         streams, *grads = passes.invert_backward(
-            grad_h, grad_new, y, after, tuple(weights), saved, rows, index, *ctx.options
+            grad_h, grad_new, y, after, tuple(weights), saved, rows, where, *ctx.options
         )
         return (*grads, streams if ctx.linked else None, *[None] * 4)
 
@@ -190,7 +169,7 @@ class Replayed(torch.autograd.Function):
         y, w_gate, w_pool, bias, norm_weight, saved, kept, *block = ctx.saved_tensors
         states = replayed(block, ctx.steps, ctx.options)
         if states:
-            kept = states.pop()
+            *states, kept = states
         streams = handed(before if kept is None else kept, "recompute")
         weights = (w_gate, w_pool, bias, norm_weight)
         grads = _gradients(grad_h, grad_new, y, streams, weights, saved, ctx.options)

@@ -149,6 +149,24 @@ def _(streams: Tensor, ys: list[Tensor], *rest: Any) -> list[Tensor]:
     return [torch.empty_like(streams, memory_format=torch.contiguous_format) for _ in ys]
 
 
+@torch.library.custom_op("multigate::gate_pool_keep", mutates_args=())
+def fused_keep(
+    streams: Tensor, saved: Tensor, bias: Tensor, millionths: int, competitive: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Of streams that the CUDA kernels take, those of the largest gates of a step: `cuda.keep`."""
+    packed = streams.reshape(-1, *streams.shape[-2:]).contiguous()
+    with torch.cuda.device_of(streams):
+        return cuda.keep(packed.unbind(1), saved, bias, millionths, competitive, eps)
+
+
+@fused_keep.register_fake
+def _(streams: Tensor, saved: Tensor, bias: Tensor, millionths: int, *_: Any) -> Any:
+    n, width = streams.shape[-2:]
+    rows = cuda.kept_rows(saved.shape[0], n, millionths)
+    places = streams.new_empty((saved.shape[0], n), dtype=torch.int32)
+    return streams.new_empty((rows, width)), places
+
+
 @torch.library.custom_op("multigate::gate_pool_invert_backward", mutates_args=())
 def fused_invert_backward(
     grad_h: Tensor | None,
@@ -161,34 +179,34 @@ def fused_invert_backward(
     norm_weight: Tensor | None,
     saved: Tensor,
     kept: Tensor,
-    index: Tensor,
+    where: Tensor,
     competitive: bool,
     eps: float,
     backend: str,
 ) -> list[Tensor]:
-    """The streams before the step, from those after it, then what `fused_backward` gives."""
+    """The streams before the step, from those after it, then what `fused_backward` gives.
+
+    `where` is of `fused_keep`, in int32, or of `lean.largest`, in int64.
+    """
     given = (w_gate, w_pool, bias, norm_weight)
     n, width = new_streams.shape[-2:]
-    rows, after = flat_rows(y), flat_streams(y, [new_streams])
-    if backend != "cuda" or not cuda.takes(rows, after):
+    if where.dtype != torch.int32:
         variant = "competitive" if competitive else "independent"
         beta = reference.gate_from(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
         old = reference.unlerp(new_streams, y, beta).reshape(-1, width)
-        old = old.index_copy_(0, index, kept).view(new_streams.shape)
+        old = old.index_copy_(0, where, kept).view(new_streams.shape)
         options = (saved, competitive, eps, backend)
         return [old, *fused_backward(grad_h, grad_streams, y, [old], *given, *options)]
-    places = torch.full((len(rows) * n,), -1, dtype=torch.int32, device=y.device)
-    places[index] = torch.arange(len(index), dtype=torch.int32, device=y.device)
     with torch.cuda.device_of(y):
         old, (dy, dstreams, *dweights) = cuda.invert_backward(
             None if grad_h is None else flat_rows(grad_h),
             None if grad_streams is None else grad_streams.reshape(-1, n, width).contiguous(),
-            rows,
-            after,
+            flat_rows(y),
+            flat_streams(y, [new_streams]),
             flat_weights(*given),
             saved,
             kept,
-            places,
+            where,
             competitive,
             eps,
         )

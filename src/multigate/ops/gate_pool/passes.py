@@ -4,17 +4,18 @@
 products. `kernel` is what `kernel_for` chose.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from multigate.numerics import without_autocast
 
-from . import exact, reference
+from . import cuda, exact, reference
 from .codes import LISTED
-from .cuda import Weights
-from .op import fused, fused_backward, fused_invert_backward, fused_replay
+from .cuda import GROUP, Weights
+from .op import fused, fused_backward, fused_invert_backward, fused_keep, fused_replay
 
 
 def forward(
@@ -94,6 +95,40 @@ def backward(
     return (*found, None)[:6]
 
 
+def keep(
+    streams: Tensor,
+    y: Tensor,
+    saved: Tensor,
+    bias: Tensor,
+    millionths: int,
+    variant: str,
+    eps: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """The streams of a step's largest gate values, `millionths` of all, as rows; where they belong.
+
+    The largest of every group, that is: all at once are sought by a dozen kernels.
+    """
+    if kernel == "cuda" and _fits(cuda.fits, y, streams):
+        return fused_keep(streams, saved, bias, millionths, variant == "competitive", eps)
+    return largest(streams, gates(saved, bias, streams, variant, eps), millionths)
+
+
+def largest(streams: Tensor, beta: Tensor, millionths: int) -> tuple[Tensor, Tensor]:
+    """The streams of the largest gate values of every group, as rows; their places among all."""
+    total = beta.numel()
+    groups = max(1, -(-total // GROUP))
+    group = -(-total // groups)
+    count = (group * millionths + 999_999) // 1_000_000
+    # Gates are positive, so that what fills up the last group comes last.
+    values = F.pad(beta.reshape(-1), (0, groups * group - total), value=-1.0).view(groups, group)
+    first = group * torch.arange(groups, device=beta.device)
+    index = values.topk(count, sorted=False).indices + first[:, None]
+    # Where it has too few, a row is kept twice.
+    index = index.reshape(-1).clamp(max=total - 1)
+    return streams.reshape(total, streams.shape[-1])[index], index
+
+
 def invert_backward(
     grad_h: Tensor | None,
     grad_streams: Tensor | None,
@@ -102,14 +137,14 @@ def invert_backward(
     weights: Weights,
     saved: Tensor,
     kept: Tensor,
-    index: Tensor,
+    where: Tensor,
     variant: str,
     eps: float,
     kernel: str,
 ) -> tuple[Tensor | None, ...]:
     """The streams before the step from those after it, then what `backward` gives.
 
-    The rows `kept` of the old streams, at `index` of [tokens * n], need no inversion.
+    Those that `keep` has kept need no inversion.
     """
     if kernel != "torch":
         found = fused_invert_backward(
@@ -120,14 +155,14 @@ def invert_backward(
             *weights,
             saved,
             kept,
-            index,
+            where,
             variant == "competitive",
             eps,
             kernel,
         )
         return (*found, None)[:7]
     streams = reference.unlerp(new_streams, y, saved)
-    rows = streams.reshape(-1, y.shape[-1]).index_copy(0, index, kept)
+    rows = streams.reshape(-1, y.shape[-1]).index_copy(0, where, kept)
     streams = rows.view(new_streams.shape)
     options = (variant, eps, kernel)
     return streams, *backward(grad_h, grad_streams, y, streams, weights, saved, *options)
@@ -137,7 +172,7 @@ def exact_forward(
     y: Tensor, streams: Tensor, weights: Weights, variant: str, eps: float, kernel: str
 ) -> tuple[Tensor, ...]:
     """h, the new streams, how much could not be kept, `saved`, and what brings the streams back."""
-    if kernel == "cuda" and _codes_by_kernel(y, streams):
+    if kernel == "cuda" and _fits(exact.fits, y, streams):
         options = (variant == "competitive", eps, LISTED)
         h, new, saved, *kept, lost = exact.forward(y, streams, *weights, *options)
         return h, new, lost, saved, *kept
@@ -172,11 +207,11 @@ def exact_backward(
     return streams, *backward(*grads, y, streams, weights, saved, variant, eps, kernel)
 
 
-def _codes_by_kernel(y: Tensor, streams: Tensor) -> bool:
+def _fits(question: Callable[..., bool], y: Tensor, streams: Tensor) -> bool:
+    """Whether a kernel takes the problem, which `question` answers from words and numbers."""
     device, sizes = y.device, (streams.shape[-2], streams.shape[-1])
-    return y.dtype == streams.dtype and exact.fits(
-        device.type, device.index, *sizes, str(streams.dtype)
-    )
+    known = (device.type, device.index, *sizes, str(streams.dtype))
+    return y.dtype == streams.dtype and question(*known)
 
 
 def gates(saved: Tensor, bias: Tensor, streams: Tensor, variant: str, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: y [..., D], streams [..., n, D], beta and alpha [..., n].
 import torch
 from torch import Tensor
 
-from multigate.numerics import score, wide
+from multigate.numerics import rounded, score, wide
 
 VARIANTS = ("independent", "competitive")
 
@@ -87,7 +87,7 @@ def step(
     beta = gate(streams, w_gate, bias, variant, eps)
     new_streams = lerp(y, streams, beta)
     h, _ = pool(new_streams, w_pool, norm_weight, eps)
-    return h.to(streams.dtype), new_streams.to(streams.dtype), beta
+    return rounded(h, streams.dtype), rounded(new_streams, streams.dtype), beta
 
 
 def gate_pool(
