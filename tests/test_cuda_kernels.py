@@ -11,6 +11,7 @@ import multigate as mg
 from emulated import compiler
 from multigate.ops import cuda as launch
 from multigate.ops import nvrtc
+from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
 from multigate.ops.depth_pool import reference as depth_reference
@@ -458,19 +459,22 @@ def test_of_equal_gates_the_first_are_kept(emulated):
     assert (places[682:].flatten() >= 0).nonzero().flatten().tolist() == list(range(21))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
 @pytest.mark.parametrize("residual", ["mgr-competitive", "mgr-independent"])
-def test_the_memory_modes_of_a_whole_stack(emulated, monkeypatch, residual, memory):
+def test_the_memory_modes_of_a_whole_stack(emulated, monkeypatch, residual, memory, compiled):
     """By the same kernels as store, and so with its gradients to the bit."""
+    torch._dynamo.reset()
     module = sys.modules["multigate.ops.gate_pool"]
-    monkeypatch.setattr(module, "choose", lambda *_: "cuda")
+    monkeypatch.setattr(module, "choose", at_trace_time(lambda *_: "cuda"))
 
     def gradients(memory):
         torch.manual_seed(0)
         sublayers = [torch.nn.Linear(40, 40) for _ in range(7)]
         stack = mg.Stack(sublayers, residual, 40, 3, memory=memory, every=3)
         x = torch.randn(2, 9, 40, requires_grad=True)
-        (stack(x) * torch.randn(2, 9, 40)).sum().backward()
+        run = torch.compile(stack, backend="aot_eager", fullgraph=True) if compiled else stack
+        (run(x) * torch.randn(2, 9, 40)).sum().backward()
         assert not stack.residual.lost
         return [x.grad, *(p.grad for p in stack.parameters())]
 

@@ -91,7 +91,7 @@ def check(
         "y": (y, (*batch, width)),
         "w_gate": (w_gate, (width,)),
         "w_pool": (w_pool, (width,)),
-        "bias": (bias, (n + (variant == "competitive"),)),
+        "bias": (bias, (n + int(variant == "competitive"),)),
     }
     if norm_weight is not None:
         wanted["norm_weight"] = (norm_weight, (width,))

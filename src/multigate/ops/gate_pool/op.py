@@ -39,7 +39,7 @@ def fused(
 @fused.register_fake
 def _(y: Tensor, streams: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, bias, _, competitive, *_ = rest
-    packed = (*y.shape[:-1], bias.shape[0] - competitive, y.shape[-1])
+    packed = (*y.shape[:-1], bias.shape[0] - int(competitive), y.shape[-1])
     saved = y.new_empty((math.prod(y.shape[:-1]), 4 * packed[-2] + 4), dtype=torch.float32)
     return streams[0].new_empty(y.shape), streams[0].new_empty(packed), saved
 
@@ -85,7 +85,7 @@ def _(
     grad_h: Tensor | None, grad_streams: Tensor | None, y: Tensor, streams: list[Tensor], *rest: Any
 ) -> list[Tensor]:
     *weights, _, competitive, _, _ = rest
-    packed = (*y.shape[:-1], weights[2].shape[0] - competitive, y.shape[-1])
+    packed = (*y.shape[:-1], weights[2].shape[0] - int(competitive), y.shape[-1])
     given = [w for w in weights if w is not None]
     return [y.new_empty(y.shape), streams[0].new_empty(packed), *map(torch.empty_like, given)]
 
