@@ -28,6 +28,8 @@ from multigate.train import NotFinite, train
 from runs import prepared, quiet
 from studied import here, reproduce, study, text
 
+ROOT = Path(__file__).parents[1]
+PUBLISHED = sorted(path.parent for path in (ROOT / "repro").glob("*/settings.json"))
 SECTIONS = [
     "The rows of the paper's table",
     "AttnRes with and without 1/sqrt(d)",
@@ -205,6 +207,23 @@ def test_one_seed_has_no_interval_and_says_so(made):
     assert re.fullmatch(r"[+-]\d\.\d{4}", related["Highway"]["test - PreNorm"])
 
 
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_the_published_tables_are_what_the_published_logs_say(folder, tmp_path):
+    out = tmp_path / folder.name
+    shutil.copytree(folder, out)
+    for page in [*out.glob("*.md"), *(p for p in out.glob("*.json") if p.name != "settings.json")]:
+        page.unlink()
+    written = summary(SummaryConfig(out, figures=False), quiet())
+    assert written
+    for path in written:
+        assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
+
+
+def test_what_is_published_is_small():
+    sizes = [p.stat().st_size for p in (ROOT / "repro").rglob("*") if p.is_file()]
+    assert 0 < sum(sizes) < 5e6
+
+
 def test_the_summary_makes_the_same_files_from_what_is_kept(made, tmp_path):
     """Without the runs: logs and settings alone."""
     out = tmp_path / "published"
@@ -344,6 +363,25 @@ def test_other_settings_are_refused(copied, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         reproduce(replace(copied, **changes))
     assert (copied.out / "TABLE.md").read_bytes() == before
+
+
+def test_more_learning_rates_join_those_there_are(copied, monkeypatch):
+    """The choice is made anew, of the old runs and the new one."""
+    here(monkeypatch)
+    wider = replace(copied, lr_factors=(0.5, 1.0, 2.0, 0.25), rows=("prenorm",), seeds=(0,))
+    monkeypatch.setattr("multigate.repro.dry.cost", lambda *_: (1, 1.0, 1e18))
+    console = quiet()
+    dry_run(wider, console)
+    assert "first PreNorm chooses among 0.5, 1, 2, 0.25 times" in console.file.getvalue()
+    _, shown = reproduce(wider)
+    assert "3 of 4 runs are finished already" in shown
+    page = (copied.out / "TABLE.md").read_text()
+    table = rows(page, "Learning rates, chosen on val by PreNorm")
+    assert [label.split()[0] for label in table] == ["0.5", "1", "2", "0.25"]
+    losses = {label: float(row["val"]) for label, row in table.items()}
+    assert min(losses, key=losses.__getitem__).endswith("(chosen)")
+    _, shown = reproduce(replace(copied, rows=("prenorm",), seeds=(0,)))
+    assert "1 of 1 runs are finished already" in shown
 
 
 def test_other_text_is_refused(copied, tmp_path):

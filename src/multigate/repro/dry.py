@@ -65,7 +65,7 @@ def dry_run(config: ReproConfig, console: Console | None = None) -> None:
 def learning_rates(config: ReproConfig) -> tuple[Sequence[float], float | None]:
     """The factors to choose among, and the one that was chosen, if that is over."""
     if (config.folder / FILE).exists():
-        settings = read_settings(config.folder)
+        settings = read_settings(config.folder).widened(config.lr_factors)
         return settings.lr_factors, settings.lr_factor
     return config.factors, config.factors[0] if len(config.factors) == 1 else None
 

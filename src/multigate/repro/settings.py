@@ -51,6 +51,12 @@ class Settings:
             commands={**self.commands, study: list(commands)},
         )
 
+    def widened(self, asked: Sequence[float] | None) -> "Settings":
+        """With more learning rates to choose among, if those of before are among them."""
+        if asked is None or not set(asked) > set(self.lr_factors):
+            return self
+        return replace(self, lr_factors=list(asked), lr_factor=None)
+
 
 def describe_data(data: TokenData) -> dict[str, Any]:
     splits = {name: data.split(name).tokens for name in data.splits()}
@@ -75,7 +81,8 @@ def settle(
     asked: Sequence[float] | None,
     usual: Sequence[float],
 ) -> Settings:
-    """The settings of the folder: as they were, or these if it is new. Others are refused.
+    """The settings of the folder: as they were, or these if it is new. Others are refused, but for
+    more learning rates.
 
     `asked` are the factors of the learning rate, where somebody has; else the folder's, or `usual`.
     """
@@ -85,7 +92,7 @@ def settle(
         if len(factors) == 1:
             new = replace(new, lr_factor=factors[0])
         return new
-    old = read_settings(out)
+    old = read_settings(out).widened(asked)
     found = changes(old.config, new.config)
     if old.data["fingerprint"] != new.data["fingerprint"]:
         found.append(f"data {old.data['name']} -> other text in {data.folder}")

@@ -143,7 +143,10 @@ def learning_rate(check: Result) -> Iterator[str]:
     )
     factors = [c["factor"] for c in check["checked"]]
     if check["factor"] in (min(factors), max(factors)):
-        yield "The choice is at an end of what was tried: learning rates beyond it may be better."
+        yield (
+            "The choice is at an end of what was tried: learning rates beyond it may be better. "
+            "`--lr-factors` with one more goes on from here."
+        )
 
 
 def inside(measures: Sequence[Result] | None) -> Iterator[str]:
