@@ -21,7 +21,7 @@ from multigate.checkpoint import open_run
 from multigate.data import open_data
 from multigate.device import choose
 from multigate.evaluate import load_model
-from multigate.ops.gate_pool import lean, reference
+from multigate.ops.gate_pool import passes, reference
 from multigate.residuals.memory import Memory
 from multigate.residuals.mgr import MultiGateResidual
 
@@ -109,7 +109,7 @@ def drift(steps, memory):
             streams = true
         else:
             streams = reference.unlerp(streams, y, beta)
-            rows, index = lean.largest(true, beta, memory.millionths)
+            rows, index = passes.largest(true, beta, memory.millionths)
             streams = streams.flatten(0, -2).index_copy(0, index, rows).view(true.shape)
         errors.append(float((streams.float() - true.float()).norm() / true.float().norm()))
     return errors

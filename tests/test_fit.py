@@ -126,11 +126,13 @@ def test_the_modes_differ_by_the_streams_they_keep():
     base = kept("store") - (steps - 1)
     assert kept("recompute") - base == pytest.approx(5, abs=0.01)
     assert kept("recompute", every=7) - base == pytest.approx(3, abs=0.01)
-    assert kept("invert", keep=0.0) - base == pytest.approx(1, abs=0.01)
-    # Of all steps but the first and the last; the rows have an index, of 8 bytes, beside them.
-    rows = 0.05 * (1 + 8 / (2 * width)) * (steps - 2)
-    assert kept("invert", keep=0.05) - base == pytest.approx(1 + rows, abs=0.02)
-    assert kept("invert", keep=0.0, every=7) - base == pytest.approx(3, abs=0.01)
+    # All steps but the first and the last know, in 4 bytes, which streams they have kept.
+    places = 4 / (2 * width)
+    assert kept("invert", keep=0.0) - base == pytest.approx(1 + places * (steps - 2), abs=0.01)
+    both = 1 + (places + 0.05) * (steps - 2)
+    assert kept("invert", keep=0.05) - base == pytest.approx(both, abs=0.02)
+    most = 3 + places * (steps - 2)
+    assert kept("invert", keep=0.0, every=7) - base == pytest.approx(most, abs=0.01)
     codes = (1 / 8 + 1 / 20) * (steps - 2)
     # A few numbers a token, and the room of a list of a few elements, come to it.
     assert 0 <= kept("exact") - base - (1 + codes) < 0.5

@@ -8,7 +8,7 @@ import torch
 import multigate as mg
 from cases import DEPTH, DIM, Case, packed, random_inputs, run
 from multigate.ops.gate_pool import reference as maths
-from multigate.residuals.mhc import sinkhorn
+from multigate.ops.sinkhorn import sinkhorn
 
 
 def same(a, b, tolerance=1e-12):

@@ -380,6 +380,25 @@ def test_codes_count_what_they_lose():
     assert torch.equal(found, torch.where(torch.arange(64) < room, true, guess))
 
 
+def test_the_compiler_sees_no_double_of_an_output():
+    """`to` and `float` that change nothing: torch 2.11 then gives the output no gradient."""
+    graphs = []
+
+    def backend(module, _):
+        graphs.append(module.graph)
+        return module.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(reference.step, backend=backend, fullgraph=True)
+    weights = (torch.randn(4), torch.randn(4), torch.zeros(3))
+    step(torch.randn(3, 4), torch.randn(3, 2, 4), *weights, "competitive", None, 1e-6)
+    (outputs,) = graphs[0].output_node().args
+    assert len(outputs) == 3
+    for node in outputs:
+        assert node.target not in ("to", "float")
+        assert not {user.target for user in node.users} & {"to", "float"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MODES)
 def test_compiled_by_inductor(memory):

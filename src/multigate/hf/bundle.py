@@ -19,6 +19,7 @@ NAMES = {"multigate.hf.config": CONFIG, "multigate.hf.model": MODEL}
 STAND_INS = {
     "multigate.ops.gate_pool": "multigate.hf.portable_ops",
     "multigate.ops.depth_pool": "multigate.hf.portable_ops",
+    "multigate.ops.sinkhorn": "multigate.ops.sinkhorn.reference",
     "multigate.residuals.memory": "multigate.hf.portable_memory",
 }
 """Modules that choose among kernels, and what takes their place."""

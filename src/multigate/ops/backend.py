@@ -48,7 +48,10 @@ def choose(
     """
     assumed = _assumed.get()
     if assumed is not None:
-        return assumed if assumed in kernels and dtype in DTYPES else "torch"
+        # Where CUDA's kernels run, Triton's do too.
+        runs = ("cuda", "triton") if assumed == "cuda" else (assumed,)
+        able = [kernel for kernel in runs if kernel in kernels and dtype in DTYPES]
+        return able[0] if able else "torch"
     wanted = requested if requested != "auto" else os.environ.get(VARIABLE, "auto")
     if wanted not in BACKENDS:
         raise ValueError(unknown("backend", wanted, BACKENDS))

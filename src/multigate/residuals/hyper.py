@@ -8,6 +8,20 @@ from multigate.numerics import wide
 from .base import Residual, State
 
 
+def mixed(mix: Tensor, streams: Tensor) -> Tensor:
+    """sum_j mix[j, k] X_j, of mix [..., n, m] and streams [..., n, D].
+
+    torch.compile merges sums with what is around them, and leaves products of so small matrices
+    alone; without it one product is faster.
+    """
+    if not torch.compiler.is_compiling():
+        return mix.mT @ streams
+    total = mix[..., 0, :].unsqueeze(-1) * streams[..., :1, :]
+    for j in range(1, streams.shape[-2]):
+        total = total + mix[..., j, :].unsqueeze(-1) * streams[..., j : j + 1, :]
+    return total
+
+
 class HyperStreams(Residual):
     """n streams X_j [..., n, D], read, written and mixed by coefficients of each sublayer:
 
@@ -89,10 +103,10 @@ class HyperStreams(Residual):
         self.note(i, post=post, mix=mix)
         old = wide(streams)
         written = post.unsqueeze(-1) * y.to(old.dtype).unsqueeze(-2)
-        return (written + mix.mT @ old).to(streams.dtype)
+        return (written + mixed(mix, old)).to(streams.dtype)
 
     def _read(self, sublayer: int, streams: Tensor) -> tuple[Tensor, State]:
         pre, post, mix = self.coefficients(sublayer, streams)
         self.note(sublayer - 1, pre=pre)
-        h = (pre.unsqueeze(-2) @ wide(streams)).squeeze(-2)
+        h = mixed(pre.unsqueeze(-1), wide(streams)).squeeze(-2)
         return h.to(streams.dtype), (streams, post, mix)

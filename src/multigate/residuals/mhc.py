@@ -9,23 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multigate.numerics import inverse_rms, wide
+from multigate.ops.sinkhorn import sinkhorn
 
 from .base import register_residual
 from .hyper import HyperStreams
-
-
-def sinkhorn(logits: Tensor, steps: int = 20, eps: float = 1e-6) -> Tensor:
-    """A nearly doubly stochastic matrix from n x n logits: rows, then columns, normalised in turn.
-
-    `steps` row and `steps` column normalisations, columns last: columns sum to 1 up to eps, rows
-    up to what the iteration has not yet converged.
-    """
-    matrix = logits.softmax(dim=-1) + eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    for _ in range(steps - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return matrix
 
 
 class Maps(nn.Module):

@@ -186,7 +186,7 @@ def fused_invert_backward(
 ) -> list[Tensor]:
     """The streams before the step, from those after it, then what `fused_backward` gives.
 
-    `where` is of `fused_keep`, in int32, or of `lean.largest`, in int64.
+    `where` is of `fused_keep`, in int32, or of `passes.largest`, in int64.
     """
     given = (w_gate, w_pool, bias, norm_weight)
     n, width = new_streams.shape[-2:]
