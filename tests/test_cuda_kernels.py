@@ -437,6 +437,10 @@ def test_the_largest_gates_are_kept(emulated, monkeypatch, n, tokens, width, dty
         taken = places[places >= 0].long()
         assert torch.equal(kept[taken], streams[places >= 0])
         assert taken.unique().numel() == taken.numel()
+        if tokens % group == 0:
+            # The groups of the reference, and so its choice.
+            _, index = passes.largest(streams, beta, millionths)
+            assert (places.flatten() >= 0).nonzero().flatten().tolist() == sorted(index.tolist())
         for i, here in enumerate(places.split(group)):
             gates = beta[i * group : (i + 1) * group]
             wanted = min(count, gates.numel())
