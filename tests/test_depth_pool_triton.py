@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from offline import assert_compiles
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -329,6 +330,60 @@ def test_needs_no_triton_to_import():
         "x = torch.ones(2, 4); assert mg.ops.depth_pool([x, x], x[0]).equal(x)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+COMPILE = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from multigate.ops.depth_pool.plan import plan
+from multigate.ops.depth_pool.triton_kernels import backward_kernel, forward_kernel
+
+def build(kernel, count, width, missing=()):
+    chosen = plan(count, width, 2, kernel is backward_kernel)
+    constants = {
+        ("WIDTH",): width,
+        ("SECTION",): chosen.section,
+        ("BLOCK",): chosen.block,
+        ("GROUP",): chosen.group,
+        ("HELD",): chosen.held,
+        ("ALIGN",): 16,
+    }
+    kinds = {name: "constexpr" for name, in constants}
+    kinds |= dict.fromkeys(("tokens", "count", "row_stride"), "i32")
+    kinds |= dict.fromkeys(("scale", "eps"), "fp32")
+    kinds |= dict.fromkeys(("h", "grad_h"), "*bf16")
+    kinds |= dict.fromkeys(("sources", "grads"), ("*bf16",) * count if chosen.held else "*i64")
+    if chosen.held:
+        kinds["grads"] = tuple("constexpr" if i in missing else "*bf16" for i in range(count))
+        constants |= {("grads", i): None for i in missing}
+    names = kernel.arg_names
+    signature = {name: kinds.get(name, "*fp32") for name in names}
+    values = {(names.index(name), *rest): value for (name, *rest), value in constants.items()}
+    source = ASTSource(kernel, signature, values)
+    options = {"num_warps": chosen.warps}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+for count, width in ((3, 40), (9, 37)):
+    ptx = build(forward_kernel, count, width)
+    # exp(x) is 2^(x log2(e)).
+    raised = re.findall(r"mul.f32\\s+%r\\d+, (%r\\d+), 0f3FB8AA3B;", ptx)
+    assert raised
+    for x in raised:
+        assert re.search(rf"sub.f32\\s+{x},", ptx), f"exp of something else than a difference: {x}"
+for missing in ((), (1,), (0, 2)):
+    build(backward_kernel, 3, 40, missing)
+build(backward_kernel, 1, 40, (0,))
+build(backward_kernel, 9, 40)
+print("compiled")
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_without_one(tmp_path):
+    """With gradients that nobody wants; and what is raised to a power is logit - top, both rounded:
+    a fused multiply-add would take another logit than the one that is kept for the backward pass.
+    """
+    assert_compiles(COMPILE, tmp_path)
 
 
 @pytest.mark.gpu

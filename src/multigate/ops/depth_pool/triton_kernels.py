@@ -77,13 +77,10 @@ def dot(a, b, SECTIONS: tl.constexpr):
 
 
 @triton.jit
-def find(tensors, j: tl.constexpr, k, count, like, HELD: tl.constexpr, ALIGN: tl.constexpr):
-    """The address of tensor k, which is number j of its group."""
-    if HELD:
-        return tensors[j]
-    else:
-        address = tl.load(tensors + k, mask=k < count, other=0)
-        return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), ALIGN)
+def find(table, k, count, like, ALIGN: tl.constexpr):
+    """The address of tensor k by the table."""
+    address = tl.load(table + k, mask=k < count, other=0)
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), ALIGN)
 
 
 @triton.jit
@@ -100,7 +97,10 @@ def load_group(
     sources, like, starts, alive, count = where
     rows = ()
     for j in tl.static_range(GROUP):
-        base = find(sources, j, first + j, count, like, HELD, ALIGN)
+        if HELD:
+            base = sources[j]
+        else:
+            base = find(sources, first + j, count, like, ALIGN)
         rows += (load_row(base + starts, alive & (first + j < count), WIDTH, SECTION),)
     return rows
 
@@ -148,7 +148,9 @@ def forward_kernel(
         grown = top
         for j in tl.static_range(GROUP):
             inverse = tl.rsqrt(dot(group[j], group[j], SECTIONS) / WIDTH + eps)
-            logit = dot(group[j], q, SECTIONS) * inverse * scale
+            # + 0.0 rounds it here: else exp(logit - top) is of a fused multiply-add, of another
+            # logit than the one that is kept, and the weights of the backward pass have no sum 1.
+            logit = dot(group[j], q, SECTIONS) * inverse * scale + 0.0
             here = alive & (first + j < count)
             tl.store(stats + (3 + 2 * (first + j)) * step, inverse, mask=here)
             tl.store(stats + (4 + 2 * (first + j)) * step, logit, mask=here)
@@ -172,13 +174,14 @@ def forward_kernel(
             updated += (tile,)
         sums = updated
 
-    share = 1.0 / total
+    share = tl.div_rn(1.0, total)
     pooled = ()
     for s in tl.static_range(SECTIONS):
         pooled += (sums[s] * share[:, None],)
     inverse = tl.zeros([BLOCK], tl.float32)
     if norm_weight is not None:
-        inverse = tl.rsqrt(dot(pooled, pooled, SECTIONS) / WIDTH + eps)
+        # Exact: the gradient is g (1 - (pooled inverse)^2), which may cancel.
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(dot(pooled, pooled, SECTIONS) / WIDTH + eps))
         gain = load_weight(norm_weight, WIDTH, SECTION)
         normed = ()
         for s in tl.static_range(SECTIONS):
@@ -248,11 +251,12 @@ def write_group(
             tiles += (alpha[:, None] * g[s] + pull * q[s] - shrink * v,)
             updated += (dquery[s] + pull * v,)
         dquery = updated
-        target = find(grads, j, first + j, count, like, HELD, ALIGN)
-        if target is not None:
-            here = alive & (first + j < count)
-            if not HELD:
-                here = here & (target.to(tl.int64) != 0)
+        if HELD:
+            if grads[j] is not None:
+                store_row(grads[j] + starts, alive, tiles, WIDTH, SECTION)
+        else:
+            target = find(grads, first + j, count, like, ALIGN)
+            here = alive & (first + j < count) & (target.to(tl.int64) != 0)
             store_row(target + starts, here, tiles, WIDTH, SECTION)
     return dquery
 
