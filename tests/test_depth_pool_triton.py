@@ -10,13 +10,13 @@ import sys
 
 import pytest
 import torch
-from offline import assert_compiles
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from multigate.ops import depth_pool
 from multigate.ops.depth_pool.op import fused, fused_backward
 from multigate.ops.depth_pool.plan import Plan, plan
+from offline import assert_compiles
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

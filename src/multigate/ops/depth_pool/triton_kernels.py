@@ -97,10 +97,7 @@ def load_group(
     sources, like, starts, alive, count = where
     rows = ()
     for j in tl.static_range(GROUP):
-        if HELD:
-            base = sources[j]
-        else:
-            base = find(sources, first + j, count, like, ALIGN)
+        base = sources[j] if HELD else find(sources, first + j, count, like, ALIGN)
         rows += (load_row(base + starts, alive & (first + j < count), WIDTH, SECTION),)
     return rows
 
