@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 
 from multigate.__main__ import parse
-from multigate.bench import BenchConfig, arms, bench, ops, steps, timing
+from multigate.bench import BenchConfig, apart, arms, bench, ops, steps, timing
 from multigate.bench.arms import Absent, Arm, load_rivals, register
 from multigate.bench.cases import CASES, EPS, Size, gate_inputs
 from multigate.bench.figure import draw
@@ -427,10 +428,61 @@ def test_steps_alternate_so_that_drift_cancels(monkeypatch):
     assert row["peak_gib"] == 1.5
 
 
+def test_steps_in_processes_of_their_own(config):
+    """The same rows; what cannot be built is a row as well."""
+    residuals = ("prenorm", "mgr-competitive", "attnres-block")
+    told = replace(config, what="steps", residuals=residuals, streams=(16,), jobs=2)
+    rows = run(told)[0]["rows"]
+    assert [r["residual"] for r in rows] == list(residuals)
+    assert [set(r) for r in rows[:2]] == [STEP_FIELDS, STEP_FIELDS]
+    assert rows[0]["overhead"] == 0
+    assert rows[1]["overhead"] == pytest.approx(rows[1]["ms"] / rows[1]["baseline_ms"] - 1)
+    assert "cannot cut 12 sublayers into 16 blocks" in rows[2]["error"]
+
+
+def test_a_process_that_dies_is_a_row():
+    (job,) = steps.planned("tiny", ["prenorm"], (4,), choose("cpu"), batch=1, rounds=1)
+    workers = [apart.Worker(job, 1) for _ in range(2)]
+    workers[0].process.kill()
+    for worker in workers:
+        worker.wait()
+    workers[1].process.kill()
+    for worker in workers:
+        row = worker.row()
+        assert row["residual"] == "prenorm"
+        assert row["error"] == "its process ended with status -9."
+
+
+def test_nothing_runs_before_its_turn():
+    """Both passes are compiled behind the gate; then they run, with the weights brought back."""
+    compute = choose("cpu", compile="on")
+    made = [torch.nn.Linear(3, 1) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    gate, ran = apart.Gate(), []
+    model = made[0]
+    x = torch.randn(5, 3)
+
+    def loss(x):
+        return model(x).square().sum()
+
+    call = torch.compile(loss, backend=gate)
+    candidate = steps.Candidate(model, lambda x: ran.append(call(x)) or ran[-1], (x,), compute)
+    assert gate.compiled(candidate) is candidate
+    assert not ran
+    apart.put_aside(model)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    apart.bring_back(model, made[1])
+    gate.open = True
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        candidate.step()
+    torch.testing.assert_close(ran[0], made[1](x).square().sum())
+
+
 def test_the_wide_stack(config, monkeypatch):
     monkeypatch.setattr(steps, "WIDE", {"blocks": 2, "width": 32, "heads": 2, "length": 6})
     chosen = ("mgr-competitive", "prenorm")
-    rows = list(steps.measure_steps("wide", chosen, (2,), choose("cpu"), batch=2, rounds=1))
+    jobs = steps.planned("wide", chosen, (2,), choose("cpu"), batch=2, rounds=1)
+    rows = list(steps.measure_steps(jobs))
     assert [r.get("error") for r in rows] == [None, None]
     assert rows[0]["tokens"] == 12
     compute = choose("cpu")
@@ -512,6 +564,7 @@ def test_flags_with_and_without_tyro():
         ({"residuals": ("mgr",)}, "mgr"),
         ({"tokens": (0,)}, "tokens must be at least 1 each"),
         ({"rounds": 0}, "rounds must be at least 1"),
+        ({"jobs": 0}, "jobs must be at least 1"),
     ],
 )
 def test_what_does_not_exist_is_said_at_once(changes, said):
@@ -535,6 +588,17 @@ def test_the_scripts_run(script, tmp_path):
     assert "kept in" in shown
     (found,) = tmp_path.glob("*.json")
     assert json.loads(found.read_text())["rows"]
+
+
+def test_the_launches_that_are_tried():
+    """What is in use comes first, and every other one is a launch that the kernels take."""
+    launches = runpy.run_path(str(BENCHMARKS / "launches.py"))
+    launch = pytest.importorskip("multigate.ops.gate_pool.triton").Launch
+    for passed in ("forward", "backward"):
+        first, *others = launches["candidates"](passed, 4, 768)
+        assert first == {}
+        assert len({tuple(o.items()) for o in others}) == len(others) > 40
+        assert all(launch(**o).block <= launch(**o).warps for o in others)
 
 
 @pytest.mark.gpu

@@ -18,12 +18,13 @@ from multigate.names import unknown
 from multigate.residuals import residual_names
 from multigate.residuals.memory import MODES
 
+from .apart import measure_apart
 from .arms import Absent, arms, load_rivals
 from .cases import CASES, PASSES, Size
 from .figure import draw
 from .ops import Row, measure_arm
 from .results import Results
-from .steps import SCALES, all_residuals, measure_steps
+from .steps import SCALES, Job, all_residuals, measure_steps, planned
 from .table import line, show
 from .timing import copy_gb_s
 
@@ -85,6 +86,9 @@ class BenchConfig:
     """Sequences a step; None takes the scale's own."""
     rounds: int = 5
     """Of PreNorm, residual, residual, PreNorm, four steps each."""
+    jobs: int = 1
+    """Of the steps: so many are compiled at once, in processes of their own, and then measured one
+    by one with nothing beside them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile for the steps; auto: on a GPU."""
@@ -109,7 +113,7 @@ class BenchConfig:
         for name in ("streams", "sources", "widths", "tokens"):
             if any(value < 1 for value in getattr(self, name)):
                 raise ValueError(f"{name} must be at least 1 each, got {getattr(self, name)}.")
-        for name in ("repeats", "rounds", "batch"):
+        for name in ("repeats", "rounds", "batch", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
@@ -150,16 +154,20 @@ def measured(config: BenchConfig, compute: Compute, copy: float, console: Consol
         if config.what in (what, "all"):
             yield from measured_ops(config, sizes, compute, copy, console)
     if config.what in ("steps", "all"):
-        for scale in config.scales:
-            yield from measure_steps(
-                scale,
-                config.residuals or all_residuals(),
-                config.streams or STEP_STREAMS,
-                compute,
-                config.batch,
-                config.rounds,
-                config.memory,
-            )
+        jobs = [job for scale in config.scales for job in planned_steps(config, scale, compute)]
+        if config.jobs == 1:
+            yield from measure_steps(jobs)
+        else:
+            many = f"{len(jobs)} steps, {config.jobs} at a time"
+            console.print(f"{many}: first they are compiled, then measured one by one")
+            yield from measure_apart(jobs, config.jobs)
+
+
+def planned_steps(config: BenchConfig, scale: str, compute: Compute) -> Iterator[Job]:
+    residuals = config.residuals or all_residuals()
+    streams = config.streams or STEP_STREAMS
+    sizes = (config.batch, config.rounds, config.memory)
+    return planned(scale, residuals, streams, compute, *sizes)
 
 
 def measured_ops(

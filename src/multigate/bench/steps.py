@@ -4,8 +4,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -104,7 +103,9 @@ def candidate(
     batch: int,
     compute: Compute,
     memory: str = "store",
+    backend: str | Callable[..., Any] = "inductor",
 ) -> Candidate:
+    """`backend` is that of torch.compile."""
     torch.manual_seed(0)
     device = compute.device
     options = {} if memory == "store" else {"memory": memory}
@@ -121,11 +122,51 @@ def candidate(
             model = GPT(config)
         ids = torch.randint(config.vocab_size, (2, batch, config.context), device=device)
         data = (ids[0], ids[1])
-    call = torch.compile(model, dynamic=False) if compute.compile else model
+    call = torch.compile(model, dynamic=False, backend=backend) if compute.compile else model
     return Candidate(model, call, data, compute)
 
 
-def measure_steps(
+@dataclass(frozen=True)
+class Job:
+    """What a row is about: a residual at a scale."""
+
+    scale: str
+    residual: str
+    streams: int | None
+    memory: str
+    batch: int
+    rounds: int
+    compute: Compute
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * (
+            WIDE["length"] if self.scale == "wide" else PRESETS[self.scale].context
+        )
+
+    def row(self) -> Row:
+        """What is known of it before it is measured."""
+        return {
+            "case": "step",
+            "scale": self.scale,
+            "backend": os.environ.get(VARIABLE, "auto"),
+            "tokens": self.tokens,
+            "dtype": self.compute.precision,
+            "compile": self.compute.compile,
+            "memory": self.memory,
+            "residual": self.residual,
+            "n": self.streams or 1,
+        }
+
+    def baseline(self, backend: str | Callable[..., Any] = "inductor") -> Candidate:
+        return candidate(self.scale, BASELINE, None, self.batch, self.compute, backend=backend)
+
+    def candidate(self, backend: str | Callable[..., Any] = "inductor") -> Candidate:
+        whose = (self.residual, self.streams, self.batch, self.compute, self.memory)
+        return candidate(self.scale, *whose, backend)
+
+
+def planned(
     scale: str,
     residuals: Sequence[str],
     streams: Sequence[int],
@@ -133,47 +174,49 @@ def measure_steps(
     batch: int | None = None,
     rounds: int = 5,
     memories: Sequence[str] = ("store",),
-) -> Iterator[Row]:
-    """A row for PreNorm and for every residual, number of streams and memory mode that it takes.
-
-    PreNorm is measured again beside each: A B B A, `rounds` times over, so that drift cancels.
-    """
+) -> Iterator[Job]:
+    """A job for every residual, number of streams and memory mode that it takes."""
     if scale != "wide" and scale not in PRESETS:
         raise ValueError(f"there is no scale {scale!r}: use wide or one of {', '.join(PRESETS)}.")
     batch = batch or BATCH.get(scale, 8)
-    length = WIDE["length"] if scale == "wide" else PRESETS[scale].context
-    common: Row = {
-        "case": "step",
-        "scale": scale,
-        "backend": os.environ.get(VARIABLE, "auto"),
-        "tokens": batch * length,
-        "dtype": compute.precision,
-        "compile": compute.compile,
-    }
-    with ExitStack() as stack:
-        if compute.device.type == "cuda":
-            torch.cuda.set_device(compute.device)
-        if compute.compile:
-            # One model more than the limit and the next one would silently run uncompiled.
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=256))
-        baseline = candidate(scale, BASELINE, None, batch, compute)
-        for residual in residuals:
-            counts = streams if takes(residual, streams=2) else (None,)
-            modes = [m for m in memories if m == "store" or takes(residual, memory=m)]
-            for n, memory in product(counts, modes):
-                row: Row = {**common, "memory": memory, "residual": residual, "n": n or 1}
-                model: Candidate | None = None
-                try:
-                    if residual == BASELINE:
-                        row |= alone(baseline, rounds, batch * length)
-                    else:
-                        model = candidate(scale, residual, n, batch, compute, memory)
-                        row |= beside(baseline, model, rounds, batch * length)
-                except Exception as error:
-                    row["error"] = sentence(error)
-                model = None
-                release(compute.device)
-                yield row
+    for residual in residuals:
+        counts = streams if takes(residual, streams=2) else (None,)
+        modes = [m for m in memories if m == "store" or takes(residual, memory=m)]
+        for n, memory in product(counts, modes):
+            yield Job(scale, residual, n, memory, batch, rounds, compute)
+
+
+def measure_steps(jobs: Iterable[Job]) -> Iterator[Row]:
+    """A row for each job. PreNorm is measured again beside each: A B B A, `rounds` times over, so
+    that drift cancels.
+    """
+    baseline, of = None, None
+    # One model more than the limit and the next one would silently run uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=256):
+        for job in jobs:
+            if of != job.scale:
+                baseline, of = job.baseline(), job.scale
+            assert baseline is not None
+            model: Candidate | None = None
+            row = job.row()
+            try:
+                if job.residual != BASELINE:
+                    model = job.candidate()
+                row |= measured(job, baseline, model)
+            except Exception as error:
+                row["error"] = sentence(error)
+            model = None
+            release(job.compute.device)
+            yield row
+
+
+def measured(job: Job, baseline: Candidate, model: Candidate | None) -> Row:
+    """The figures of `model` beside PreNorm's; of PreNorm alone without one."""
+    if job.compute.device.type == "cuda":
+        torch.cuda.set_device(job.compute.device)
+    if model is None:
+        return alone(baseline, job.rounds, job.tokens)
+    return beside(baseline, model, job.rounds, job.tokens)
 
 
 def alone(model: Candidate, rounds: int, tokens: int) -> Row:
