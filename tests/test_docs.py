@@ -227,9 +227,27 @@ def test_the_figures_of_the_kernels_page_are_those_of_the_file():
         assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in readme
     for row in rows:
         if row["case"] == "step" and row["memory"] == "store":
-            name = f"| {row['scale'].upper()} | `{row['residual']}`, n = {row['n']} "
+            scale = row["scale"] if row["scale"] == "wide" else row["scale"].upper()
+            name = f"| {scale} | `{row['residual']}`, n = {row['n']} "
             shown = f"| {row['ms']:.1f} | {row['tokens_per_s']:,.0f} | +{row['overhead']:.1%} "
             assert f"{name}{shown}| {row['peak_gib']:.2f} |" in text
+
+
+def test_depth_pool_on_the_kernels_page_is_that_of_the_file():
+    rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())["rows"]
+    text = (ROOT / "docs/kernels.md").read_text()
+    found = {
+        (row["backend"], row["width"], row["pass"]): f"{row['us']:.0f}"
+        for row in rows
+        if row["case"] == "depth_pool" and (row["n"], row["tokens"]) == (5, 32768)
+    }
+    for backend in ("cuda", "triton", "fla", "liger"):
+        (line,) = re.findall(rf"^\| `{backend}` \| (\d+ / .*) \|$", text, re.M)
+        cells = [
+            " / ".join(found.get((backend, width, name), "-") for name in ("forward", "backward"))
+            for width in (768, 1024, 1280, 2048)
+        ]
+        assert line == " | ".join(cells)
 
 
 def test_the_figures_of_the_memory_page_are_those_of_the_files():
@@ -242,7 +260,7 @@ def test_the_figures_of_the_memory_page_are_those_of_the_files():
         if row["case"] == "step"
     }
     shown = re.findall(r"^\| ([SML]) \| ([48]) \| `(\w+)` \| (.*) \|$", text, re.M)
-    modes = [key for key in steps if key[2] == "mgr-competitive"]
+    modes = [key for key in steps if key[2] == "mgr-competitive" and key[0] in "SML"]
     assert sorted((*line[:2], "mgr-competitive", line[2]) for line in shown) == sorted(modes)
     for scale, n, memory, cells in shown:
         row = steps[scale, n, "mgr-competitive", memory]
