@@ -1,10 +1,10 @@
 """What the documentation site adds to docs/: a hook of mkdocs, named in mkdocs.yml.
 
-Pages of docs/ link to files outside of it, as they must for a reader of the repository. Of each
-of those the site gets a copy: CONTRIBUTING.md, LOG.md and CHANGELOG.md as pages, examples/*.py as
-pages with their code, pictures as they are; and the links are turned to the copies. A drawing
-that follows the reader's preference for light or dark becomes two, which follow the switch
-at the top of the site.
+Pages of docs/ link to files outside of it, as they must for a reader of the repository. Of each of
+those the site gets a copy: CONTRIBUTING.md, LOG.md, CHANGELOG.md and the tables of repro/ as pages,
+examples/*.py as pages with their code, pictures as they are; and the links are turned to the
+copies. A drawing that follows the reader's preference for light or dark becomes two, which follow
+the switch at the top of the site.
 """
 
 import posixpath
@@ -27,6 +27,9 @@ def copies() -> dict[str, str]:
     found = {name: name.lower() for name in PAGES}
     found |= {f"examples/{f.name}": f"examples/{f.stem}.md" for f in ROOT.glob("examples/*.py")}
     found |= {f"benchmarks/results/{f.name}": f.name for f in ROOT.glob("benchmarks/results/*.png")}
+    for file in ROOT.glob("repro/*/*"):
+        if file.suffix in (".md", ".png"):
+            found[file.relative_to(ROOT).as_posix()] = f"{file.parent.name}-{file.name}".lower()
     return found
 
 

@@ -1,0 +1,84 @@
+"""The evidence page and the README's table say what the kept results say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/evidence.md"
+
+
+def run(folder, *flags):
+    command = [sys.executable, str(folder / "scripts/evidence.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_tables_are_those_of_the_results(tmp_path):
+    """And a number that is changed is seen, and written anew."""
+    assert run(ROOT, "--check").returncode == 0
+    for name in ("README.md", "docs/evidence.md", "repro/mini/results.json", "scripts/evidence.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    page = tmp_path / "docs/evidence.md"
+    text = page.read_text()
+    found = json.loads((ROOT / "repro/mini/results.json").read_text())
+    loss = f"{found['groups'][0]['rows'][0]['losses']['test']['mean']:.4f}"
+    assert loss in text
+    page.write_text(text.replace(loss, "3.0000"))
+    stale = run(tmp_path, "--check")
+    assert (stale.returncode, stale.stdout.strip()) == (1, "out of date: evidence.md")
+    assert page.read_text() != text
+    assert run(tmp_path).returncode == 0
+    assert page.read_text() == text
+
+
+def test_the_numbers_in_its_words_are_those_of_the_files():
+    text = " ".join(PAGE.read_text().split())
+    rows = json.loads((ROOT / "benchmarks/results/h200.json").read_text())["rows"]
+    steps = {
+        (row["scale"], row["memory"]): row
+        for row in rows
+        if row["case"] == "step" and (row["residual"], row["n"]) == ("mgr-competitive", 4)
+    }
+    shares = [100 * steps[scale, "store"]["overhead"] for scale in "sml"]
+    assert f"{min(shares):.1f} to {max(shares):.1f}% of a forward and backward pass" in text
+    assert f"{steps['wide', 'store']['overhead']:.1%} at width 4096" in text
+    base = next(
+        row["peak_gib"]
+        for row in rows
+        if row["case"] == "step" and (row["scale"], row["residual"]) == ("l", "prenorm")
+    )
+    assert f"{steps['l', 'invert']['peak_gib'] - base:.1f} GiB beyond PreNorm for L" in text
+    studies = json.loads((ROOT / "benchmarks/results/memory_modes.json").read_text())
+    least = min(
+        study["gradients"]["invert, keep 1%"][f"{of} least"]
+        for name, study in studies.items()
+        if name.startswith("72 sublayers")
+        for of in ("sublayers", "gates")
+    )
+    assert f"within {1 - least:.4f} of store's in cosine at 72 sublayers" in text
+
+
+def test_what_one_seed_cannot_tell_is_not_told():
+    """No verdict on a comparison of losses before there are several seeds."""
+    found = json.loads((ROOT / "repro/mini/results.json").read_text())
+    seeds = min(len(row["seeds"]) for row in found["groups"][0]["rows"])
+    lines = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if re.search(r"\| (nine rows|the same)", line)
+    ]
+    assert lines
+    for line in lines:
+        verdict = line.rstrip(" |").rpartition("|")[2].strip()
+        assert seeds > 1 or verdict.startswith(("not yet", "cannot be told")), line
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/evidence.md"])
+def test_the_tables_have_their_marks(name):
+    assert "<!-- table " in (ROOT / name).read_text()
