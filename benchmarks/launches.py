@@ -24,7 +24,9 @@ EVERY_BLOCK = 1 << 20
 """Programs a multiprocessor: more than there are blocks of tokens."""
 SHAPES = ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (8, 1))
 """Warps of a program, and its tokens."""
-REGISTERS = (None, 168, 128, 96, 64)
+REGISTERS = (None, 128, 80)
+STAGES = (1, 2)
+"""Tokens on their way to a program that stays, this one included."""
 MOST_HELD = 320
 """Numbers of a token that a thread may hold; with more the compiler would spill them."""
 FEW = 64
@@ -40,12 +42,14 @@ def candidates(passed, n, width):
             continue
         resident = max(1, (65536 // 32 // (registers or 128)) // warps)
         # Backward, each program writes its share of the gradients of the weights.
-        for programs in (EVERY_BLOCK, resident) if passed == "forward" else (resident,):
+        everywhere = ((EVERY_BLOCK, 1),) if passed == "forward" else ()
+        for programs, stages in (*everywhere, *((resident, stages) for stages in STAGES)):
             yield {
                 "warps": warps,
                 "block": tokens,
                 "keep": keep,
                 "programs": programs,
+                "stages": stages,
                 "max_registers": registers,
             }
 

@@ -428,6 +428,7 @@ def test_steps_alternate_so_that_drift_cancels(monkeypatch):
     assert row["peak_gib"] == 1.5
 
 
+@pytest.mark.slow
 def test_steps_in_processes_of_their_own(config):
     """The same rows; what cannot be built is a row as well."""
     residuals = ("prenorm", "mgr-competitive", "attnres-block")

@@ -79,6 +79,7 @@ def test_order_1_counts(tmp_path):
     assert demo.order1_bits_per_byte(train, val, 50, 10**9) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_from_text_to_a_score_in_three_commands(tmp_path):
     """As a user would, in an empty folder."""
     write_documents(tmp_path / "essays", count=80)

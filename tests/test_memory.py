@@ -157,6 +157,7 @@ def test_what_is_kept():
         assert kept_bytes(model, torch.bfloat16) - base <= most * 1.01, memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MODES)
 def test_compiled(memory):
     """In one graph, and once for all numbers of tokens."""

@@ -41,6 +41,7 @@ def study(data, tmp_path_factory):
     return found, done.stdout
 
 
+@pytest.mark.slow
 def test_gradients_of_every_mode_are_compared_with_store(study):
     found, shown = study
     gradients = found["gradients"]
@@ -52,6 +53,7 @@ def test_gradients_of_every_mode_are_compared_with_store(study):
     assert "exact: same bits True" in shown
 
 
+@pytest.mark.slow
 def test_the_drift_of_the_inverted_streams(study):
     found, _ = study
     steps = 6 - 3

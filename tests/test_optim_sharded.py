@@ -11,6 +11,8 @@ from torch import distributed as dist
 import multigate as mg
 from multigate.optim import Muon, OptimConfig, build_optimizer, not_finite
 
+pytestmark = pytest.mark.slow
+
 RANKS, STEPS, VOCAB = 2, 5, 63
 CONFIG = OptimConfig(warmup=1, clip=0.5)
 SHAPES = [(7, 3), (3, 7), (1, 4), (7, 3), (8, 8)]

@@ -132,6 +132,7 @@ def worker(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_pipelines_of_processes(tmp_path):
     """All in one test: starting the processes takes longer than running the pipelines."""
     torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=3)
