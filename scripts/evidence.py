@@ -33,7 +33,8 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def losses(group: int) -> str:
-    head = ("model", "seeds", "val", "test", "test - PreNorm", "verdict", "the paper at S, val")
+    head = ("model", "parameters", "seeds", "val", "test", "test - PreNorm", "verdict")
+    head += ("the paper at S, val",)
     lines = []
     for row in rows_of(group):
         apart = row["differences"].get("test")
@@ -41,6 +42,7 @@ def losses(group: int) -> str:
         lines.append(
             (
                 row["label"],
+                f"{row['parameters'] / 1e6:.2f} M",
                 str(len(row["seeds"])),
                 spread(row["losses"]["val"]),
                 spread(row["losses"]["test"]),

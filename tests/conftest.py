@@ -20,8 +20,13 @@ BROWSER_FLAGS = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
+        # What runs in Triton's interpreter elsewhere belongs to `-m gpu` here.
+        for item in items:
+            if getattr(item.module, "DEVICE", None) == "cuda":
+                item.add_marker("gpu")
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
