@@ -21,10 +21,14 @@ BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 Row = dict[str, Any]
 
 
+def results() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "repro/mini/results.json").read_text("utf-8"))
+    return found
+
+
 def rows_of(group: int) -> list[Row]:
     """The rows of a group of Table 1 that have been run."""
-    found = json.loads((ROOT / "repro/mini/results.json").read_text(encoding="utf-8"))
-    return [row for row in found["groups"][group]["rows"] if row["seeds"]]
+    return [row for row in results()["groups"][group]["rows"] if row["seeds"]]
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -54,6 +58,17 @@ def losses(group: int) -> str:
     return markdown(head, lines)
 
 
+def pairs() -> str:
+    lines = []
+    for pair in results()["pairs"]:
+        val, test = (pair["differences"][name] for name in ("val", "test"))
+        paper = f"{pair['paper']:+.4f}"
+        cells = (pair["label"], pair["against"], difference(val), difference(test))
+        lines.append((*cells, test["verdict"], paper))
+    head = ("model", "compared with", "val", "test", "verdict", "the paper at S, val")
+    return markdown(head, lines)
+
+
 def short() -> str:
     """For the README: what a stranger wants to know first."""
     head = ("model", "seeds", "val loss", "test loss", "test - PreNorm")
@@ -70,7 +85,7 @@ def short() -> str:
     return markdown(head, lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"rows": lambda: losses(0), "short": short}
+TABLES: dict[str, Callable[[], str]] = {"rows": lambda: losses(0), "pairs": pairs, "short": short}
 
 
 def written(text: str) -> str:

@@ -224,6 +224,33 @@ def test_what_is_published_is_small():
     assert 0 < sum(sizes) < 5e6
 
 
+def test_rows_beside_each_other(made):
+    """The pairs that have runs: here MGR and the better of the two forms of Full AttnRes."""
+    config = made[0]
+    page = (config.out / "TABLE.md").read_text()
+    (shown,) = rows(page, "Beside each other").values()
+    forms = {
+        label: [own_losses(config, key, seed) for seed in (0, 1)]
+        for label, key in (
+            ("Full AttnRes", "attnres-full"),
+            ("Full AttnRes, 1/sqrt(d)", "attnres-full-scaled"),
+        )
+    }
+    better = min(forms, key=lambda label: sum(run["val"] for run in forms[label]))
+    assert shown["model"] == "Competitive MGR (n=4)"
+    assert shown["compared with"] == better
+    mgr = [own_losses(config, "mgr-competitive-4", seed) for seed in (0, 1)]
+    for name in ("val", "test"):
+        one, two = (m[name] - f[name] for m, f in zip(mgr, forms[better], strict=True))
+        mean, half = map(float, shown[name].split(" ± "))
+        assert mean == pytest.approx((one + two) / 2, abs=6e-5)
+        assert half == pytest.approx(12.7062 * abs(one - two) / 2, abs=7e-5)
+    assert shown["verdict"] == (
+        "cannot tell" if abs(mean) <= half else "lower" if mean < 0 else "higher"
+    )
+    assert shown["paper S: val"] == "-0.0021"
+
+
 def test_the_summary_makes_the_same_files_from_what_is_kept(made, tmp_path):
     """Without the runs: logs and settings alone."""
     out = tmp_path / "published"

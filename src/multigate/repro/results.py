@@ -10,7 +10,7 @@ from .kept import Kept, read_all
 from .plan import run_name, split_name
 from .settings import Settings
 from .stats import paired, spread
-from .studies import STUDIES, Group
+from .studies import STUDIES, Group, Study
 
 LOSSES = ("train", "val", "test")
 ENVIRONMENT = ("device", "torch", "cuda", "precision", "kernel", "multigate", "commit", "source")
@@ -44,6 +44,7 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
         "data": dict(settings.data),
         "learning_rate": learning_rate(settings, kept),
         "groups": [g for g in map(table, study.groups) if g["rows"]],
+        "pairs": pairs(study, cells, found, settings.config["scale"]),
         "runs": {run: measured(k) for run, k in finished.items()},
         "failed": {run: k.failure for run, k in runs.items() if not k.finished},
         "missing": [run for run in asked if run not in kept],
@@ -133,6 +134,26 @@ def row(
         "memory_gib": max(memory) if memory else None,
         "at_once": max((run.environment.get("at_once", 1) for run in runs.values()), default=1),
     }
+
+
+def pairs(
+    study: Study, cells: Mapping[str, Cell], found: Finished, scale: str
+) -> list[dict[str, Any]]:
+    """Two rows of the first table beside each other, where both have a seed."""
+    made = []
+    for pair in study.pairs:
+        cell, other = (cells[found.best(of)] for of in pair)
+        differences = {
+            name: {**plain(difference), "verdict": difference.verdict}
+            for name in LOSSES
+            if (difference := paired(*(found.losses(c.key, name) for c in (cell, other))))
+        }
+        if differences:
+            own, others = (paper(c, cells, scale) for c in (cell, other))
+            apart = round(own["val"] - others["val"], 4) if own and others else None
+            labels = {"label": cell.label, "against": other.label}
+            made.append({**labels, "differences": differences, "paper": apart})
+    return made
 
 
 def paper(cell: Cell, cells: Mapping[str, Cell], scale: str) -> dict[str, Any] | None:

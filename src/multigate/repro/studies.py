@@ -14,6 +14,7 @@ from .cells import (
     FULL,
     INDEPENDENT_4,
     INDEPENDENT_8,
+    MHC_LITE,
     PRENORM,
     RELATED,
     ROWS,
@@ -54,6 +55,8 @@ class Study:
     baseline: Cell = PRENORM
     """What the learning rates are checked on."""
     learning_rates: Sequence[float] = (1.0,)
+    pairs: Sequence[tuple[Cell, Cell]] = ()
+    """Cells that are also compared with each other."""
     analyze: bool = False
     """Whether `multigate analyze` looks into its runs in the end."""
 
@@ -90,6 +93,17 @@ def table1(scale: str) -> Study:
                 "both were run, and the one with the lower mean val loss stands above.",
             ),
             Group("Related work that the paper cites", RELATED, extra=True),
+        ],
+        pairs=[
+            *((mgr, FULL) for mgr in (INDEPENDENT_4, COMPETITIVE_4, INDEPENDENT_8, COMPETITIVE_8)),
+            (COMPETITIVE_4, MHC_LITE),
+            (COMPETITIVE_8, MHC_LITE),
+            (COMPETITIVE_4, BLOCK_4),
+            (COMPETITIVE_8, BLOCK_8),
+            (INDEPENDENT_8, INDEPENDENT_4),
+            (COMPETITIVE_8, COMPETITIVE_4),
+            (COMPETITIVE_4, INDEPENDENT_4),
+            (COMPETITIVE_8, INDEPENDENT_8),
         ],
         # The paper has chosen the learning rates of its own scales.
         learning_rates=LEARNING_RATES if scale in ("tiny", "mini") else (1.0,),

@@ -15,6 +15,7 @@ def page(found: Result) -> str:
     for group in found["groups"]:
         parts += [f"## {group['title']}", *([group["about"]] if group["about"] else [])]
         parts.append(group_table(group, found))
+    parts += pairs(found)
     parts += learning_rate(found["learning_rate"])
     parts += inside(found.get("inside"))
     parts += shortcomings(found)
@@ -96,6 +97,29 @@ def group_table(group: Result, found: Result) -> str:
         cells.append(NOTHING if row["memory_gib"] is None else f"{row['memory_gib']:.2f}")
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def pairs(found: Result) -> Iterator[str]:
+    """Rows of the first table beside each other, which intervals of their own cannot tell."""
+    if not found["pairs"]:
+        return
+    splits = ("val", "test") if "test" in found["data"]["tokens"] else ("val",)
+    scale = found["config"]["scale"]
+    at = (scale if scale in ("s", "m", "l") else "s").upper()
+    lines = [["model", "compared with", *splits, "verdict", f"paper {at}: val"]]
+    lines.append(["---", "---", *["---:"] * (len(splits) + 2)])
+    for pair in found["pairs"]:
+        differences = [pair["differences"].get(name) for name in splits]
+        verdict = differences[-1]["verdict"] if differences[-1] else NOTHING
+        paper = NOTHING if pair["paper"] is None else f"{pair['paper']:+.4f}"
+        cells = [pair["label"], pair["against"], *map(difference, differences), verdict, paper]
+        lines.append(cells)
+    yield "## Beside each other"
+    yield (
+        "The first minus the second, seed by seed, with intervals of their own: that two rows are "
+        "both better than a third does not say which of them is."
+    )
+    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def number(value: int | None) -> str:
