@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from torch._dynamo.utils import counters
 
 from multigate.__main__ import parse
 from multigate.bench import BenchConfig, apart, arms, bench, ops, steps, timing
@@ -454,11 +455,19 @@ def test_a_process_that_dies_is_a_row():
         assert row["error"] == "its process ended with status -9."
 
 
-def test_nothing_runs_before_its_turn():
+def compilations():
+    """Graphs that Inductor was given, be it to compile them or to find them in its cache."""
+    return sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache"))
+
+
+def test_nothing_runs_before_its_turn(monkeypatch, tmp_path):
     """Both passes are compiled behind the gate; then they run, with the weights brought back."""
+    # A cache that had both passes would hide that only one was asked for.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compute = choose("cpu", compile="on")
     made = [torch.nn.Linear(3, 1) for _ in range(2)]
     made[1].load_state_dict(made[0].state_dict())
+    counters.clear()
     gate, ran = apart.Gate(), []
     model = made[0]
     x = torch.randn(5, 3)
@@ -470,12 +479,14 @@ def test_nothing_runs_before_its_turn():
     candidate = steps.Candidate(model, lambda x: ran.append(call(x)) or ran[-1], (x,), compute)
     assert gate.compiled(candidate) is candidate
     assert not ran
+    assert compilations() == 2
     apart.put_aside(model)
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
     apart.bring_back(model, made[1])
     gate.open = True
     with torch._dynamo.config.patch(error_on_recompile=True):
         candidate.step()
+    assert compilations() == 2
     torch.testing.assert_close(ran[0], made[1](x).square().sum())
 
 
