@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from multigate.repro.table import NOTHING, difference, spread
+from multigate.repro.table import NOTHING, difference, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/evidence.md")
@@ -31,9 +31,8 @@ def rows_of(group: int) -> list[Row]:
     return [row for row in results()["groups"][group]["rows"] if row["seeds"]]
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    ruled = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return markdown([head, ["---", *["---:"] * (len(head) - 1)], *lines]) + "\n"
 
 
 def losses(group: int) -> str:
@@ -55,7 +54,7 @@ def losses(group: int) -> str:
                 f"{paper:+.4f}" if paper else NOTHING,
             )
         )
-    return markdown(head, lines)
+    return table(head, lines)
 
 
 def pairs() -> str:
@@ -66,7 +65,7 @@ def pairs() -> str:
         cells = (pair["label"], pair["against"], difference(val), difference(test))
         lines.append((*cells, test["verdict"], paper))
     head = ("model", "compared with", "val", "test", "verdict", "the paper at S, val")
-    return markdown(head, lines)
+    return table(head, lines)
 
 
 def short() -> str:
@@ -82,7 +81,7 @@ def short() -> str:
         )
         for row in rows_of(0)
     )
-    return markdown(head, lines)
+    return table(head, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {"rows": lambda: losses(0), "pairs": pairs, "short": short}

@@ -1,6 +1,6 @@
 """TABLE.md: what was run, what was seen, and what cannot be told."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 NOTHING = "-"
@@ -96,7 +96,7 @@ def group_table(group: Result, found: Result) -> str:
         cells.append(speed if row["at_once"] == 1 else f"{speed} ({row['at_once']} at once)")
         cells.append(NOTHING if row["memory_gib"] is None else f"{row['memory_gib']:.2f}")
         lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(lines)
 
 
 def pairs(found: Result) -> Iterator[str]:
@@ -119,7 +119,12 @@ def pairs(found: Result) -> Iterator[str]:
         "The first minus the second, seed by seed, with intervals of their own: that two rows are "
         "both better than a third does not say which of them is."
     )
-    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    yield markdown(lines)
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """A table of these lines: its head, the rule under it, its rows."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def number(value: int | None) -> str:
@@ -160,7 +165,7 @@ def learning_rate(check: Result) -> Iterator[str]:
         lines.append(
             [f"{c['factor']:g}{chosen}", f"{c['lr_muon']:g}", f"{c['lr_adamw']:g}", *numbers]
         )
-    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    yield markdown(lines)
     yield (
         "All rows have the learning rates that PreNorm chose. Its run at them is its run of that "
         "seed in the table, so the choice favours PreNorm if anything."
@@ -184,7 +189,7 @@ def inside(measures: Sequence[Result] | None) -> Iterator[str]:
         found = [measure.get(name) for name in names]
         values = [NOTHING if value is None else f"{value:.4g}" for value in found]
         lines.append([measure["run"], *values])
-    yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    yield markdown(lines)
 
 
 def shortcomings(found: Result) -> Iterator[str]:
