@@ -20,8 +20,6 @@ from multigate.bench.cases import CASES, EPS, Size, gate_inputs
 from multigate.bench.timing import copy_gb_s, measure, own_stream, sets_needed
 from multigate.ops.gate_pool import triton as kernels
 
-EVERY_BLOCK = 1 << 20
-"""Programs a multiprocessor: more than there are blocks of tokens."""
 SHAPES = ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (8, 1))
 """Warps of a program, and its tokens."""
 REGISTERS = (None, 128, 80)
@@ -42,7 +40,7 @@ def candidates(passed, n, width):
             continue
         resident = max(1, (65536 // 32 // (registers or 128)) // warps)
         # Backward, each program writes its share of the gradients of the weights.
-        everywhere = ((EVERY_BLOCK, 1),) if passed == "forward" else ()
+        everywhere = ((kernels.EVERY_BLOCK, 1),) if passed == "forward" else ()
         for programs, stages in (*everywhere, *((resident, stages) for stages in STAGES)):
             yield {
                 "warps": warps,

@@ -77,6 +77,14 @@ def dot(a, b, SECTIONS: tl.constexpr):
 
 
 @triton.jit
+def inverse_rms(row, eps, WIDTH: tl.constexpr, SECTIONS: tl.constexpr):
+    """1 / rms of each token, rounded and not approximate: a source's stands in a logit, of which
+    exp is taken, and the gradient through the pooled row's, g (1 - (pooled inverse)^2), may cancel.
+    """
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(dot(row, row, SECTIONS), WIDTH) + eps))
+
+
+@triton.jit
 def find(table, k, count, like, ALIGN: tl.constexpr):
     """The address of tensor k by the table."""
     address = tl.load(table + k, mask=k < count, other=0)
@@ -144,7 +152,7 @@ def forward_kernel(
         logits = ()
         grown = top
         for j in tl.static_range(GROUP):
-            inverse = tl.rsqrt(dot(group[j], group[j], SECTIONS) / WIDTH + eps)
+            inverse = inverse_rms(group[j], eps, WIDTH, SECTIONS)
             # + 0.0 rounds it here: else exp(logit - top) is of a fused multiply-add, of another
             # logit than the one that is kept, and the weights of the backward pass have no sum 1.
             logit = dot(group[j], q, SECTIONS) * inverse * scale + 0.0
@@ -177,8 +185,7 @@ def forward_kernel(
         pooled += (sums[s] * share[:, None],)
     inverse = tl.zeros([BLOCK], tl.float32)
     if norm_weight is not None:
-        # Exact: the gradient is g (1 - (pooled inverse)^2), which may cancel.
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(dot(pooled, pooled, SECTIONS) / WIDTH + eps))
+        inverse = inverse_rms(pooled, eps, WIDTH, SECTIONS)
         gain = load_weight(norm_weight, WIDTH, SECTION)
         normed = ()
         for s in tl.static_range(SECTIONS):

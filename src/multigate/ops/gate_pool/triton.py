@@ -34,13 +34,21 @@ class Launch:
     max_registers: int | None = None
 
 
+EVERY_BLOCK = 1 << 20
+"""More programs a multiprocessor than there are blocks of tokens, so that each block has its own.
+
+The machine starts them as others end, and their loads overlap better than those of programs that
+walk over the tokens."""
+
+
 def default_launch(n: int, width: int, itemsize: int, backward: bool) -> Launch:
     """The launch for n streams of a width and a size of their numbers, from what the kernels need.
 
-    A thread holds its channels of every stream (backward: also of their gradients, and float32 sums
-    of the weight gradients), which bounds the channels it can have without spilling registers. A
-    token of one warp needs no exchange through shared memory. `programs` is what the registers
-    leave room for at once.
+    Forward, a token is read again for the sweep, out of the cache, and a thread holds little but
+    its sums. Backward, a thread holds its channels of every stream and of their gradients, and
+    float32 sums of the weight gradients, which bounds the channels it can have without spilling
+    registers; `programs` is what the registers leave room for at once, each of which writes its
+    share of the weight gradients. A token of one warp needs no exchange through shared memory.
     """
     # Registers are 4 bytes: a thread holds half as many channels of float32.
     half = itemsize // 2
@@ -49,13 +57,13 @@ def default_launch(n: int, width: int, itemsize: int, backward: bool) -> Launch:
         channels = 16 if n <= 4 else 10 if keep and n <= 8 else 16 if n <= 8 else 8
         warps = _warps(width, channels // half)
         return Launch(warps=warps, programs=max(1, 8 // warps), keep=keep)
-    if n <= 4 and width * half <= 1280:
-        return Launch(warps=1, programs=10, max_registers=200)
-    keep = n * width * itemsize <= 1 << 17
-    warps = _warps(width, (16 if n <= 8 else 8) // half)
-    if n <= 4:
-        return Launch(warps=warps, programs=max(1, 16 // warps), keep=keep, max_registers=128)
-    return Launch(warps=warps, programs=max(1, 8 // warps), keep=keep)
+    channels = 32 if n <= 4 else 24 if n <= 8 else 8
+    return Launch(
+        warps=_warps(width, channels // half),
+        programs=EVERY_BLOCK,
+        keep=False,
+        max_registers=128 if n <= 4 else None,
+    )
 
 
 def _warps(width: int, channels: int) -> int:
