@@ -36,25 +36,25 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def losses(group: int) -> str:
-    head = ("model", "parameters", "seeds", "val", "test", "test - PreNorm", "verdict")
-    head += ("the paper at S, val",)
+    head = ["model", "parameters", "seeds", "val", "test", "test - PreNorm", "verdict"]
+    rows = rows_of(group)
+    papers = [(row["paper"] or {}).get("difference") for row in rows]
     lines = []
-    for row in rows_of(group):
+    for row, paper in zip(rows, papers, strict=True):
         apart = row["differences"].get("test")
-        paper = (row["paper"] or {}).get("difference")
-        lines.append(
-            (
-                row["label"],
-                f"{row['parameters'] / 1e6:.2f} M",
-                str(len(row["seeds"])),
-                spread(row["losses"]["val"]),
-                spread(row["losses"]["test"]),
-                difference(apart),
-                apart["verdict"] if apart else NOTHING,
-                f"{paper:+.4f}" if paper else NOTHING,
-            )
-        )
-    return table(head, lines)
+        line = [
+            row["label"],
+            f"{row['parameters'] / 1e6:.2f} M",
+            str(len(row["seeds"])),
+            spread(row["losses"]["val"]),
+            spread(row["losses"]["test"]),
+            difference(apart),
+            apart["verdict"] if apart else NOTHING,
+        ]
+        if any(papers):
+            line.append(f"{paper:+.4f}" if paper else NOTHING)
+        lines.append(line)
+    return table([*head, "the paper at S, val"] if any(papers) else head, lines)
 
 
 def pairs() -> str:
@@ -84,7 +84,13 @@ def short() -> str:
     return table(head, lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"rows": lambda: losses(0), "pairs": pairs, "short": short}
+TABLES: dict[str, Callable[[], str]] = {
+    "rows": lambda: losses(0),
+    "scaled": lambda: losses(1),
+    "related": lambda: losses(2),
+    "pairs": pairs,
+    "short": short,
+}
 
 
 def written(text: str) -> str:
