@@ -1,16 +1,17 @@
-"""Which launch of gate_pool's Triton kernels is the fastest on this GPU.
+"""Which launch of gate_pool's kernels is the fastest on this GPU.
 
-    python benchmarks/launches.py --streams 4 8 --widths 768 1024 --best 5
+    python benchmarks/launches.py --backend triton --streams 4 8 --widths 768 1024 --best 5
 
-Tries warps, tokens a program, registers, one program for every block of tokens or a few that stay,
-and tokens kept on the chip or read twice, and prints the fastest beside the one that is used. The
-kernels are compiled in as many processes as there are cores.
+Triton: warps, tokens a program, registers, one program for every block of tokens or a few that
+stay, and tokens kept on the chip or read twice. CUDA, forward: the ring that is used, and teams of
+fewer or more warps without one. Prints the fastest beside the one that is used. The kernels are
+compiled on all cores.
 """
 
 import argparse
 import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from itertools import product
 
@@ -18,8 +19,10 @@ import torch
 
 from multigate.bench.cases import CASES, EPS, Size, gate_inputs
 from multigate.bench.timing import copy_gb_s, measure, own_stream, sets_needed
-from multigate.ops.gate_pool import triton as kernels
+from multigate.ops.cuda import Plan
+from multigate.ops.gate_pool import cuda, triton
 
+KERNELS = {"triton": triton, "cuda": cuda}
 SHAPES = ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (8, 1))
 """Warps of a program, and its tokens."""
 REGISTERS = (None, 128, 80)
@@ -27,20 +30,21 @@ STAGES = (1, 2)
 """Tokens on their way to a program that stays, this one included."""
 MOST_HELD = 320
 """Numbers of a token that a thread may hold; with more the compiler would spill them."""
+SLABS, TEAMS, ROOM = (1, 2, 3, 4), (1, 2, 4), (56, 64, 72, 80, 96, 128, 168)
+"""Chunks of a row a thread, tokens a block, and registers there should be room for."""
 FEW = 64
 """Tokens of the call that compiles."""
 
 
-def candidates(passed, n, width):
-    """Fields of `Launch`, the launch in use first."""
-    yield {}
+def triton_launches(passed, n, width):
+    """Fields of `Launch`."""
     for (warps, tokens), keep, registers in product(SHAPES, (False, True), REGISTERS):
         lanes = 32 * warps // tokens
         if 8 * lanes > 2 * width or (keep and n * width > MOST_HELD * lanes):
             continue
         resident = max(1, (65536 // 32 // (registers or 128)) // warps)
         # Backward, each program writes its share of the gradients of the weights.
-        everywhere = ((kernels.EVERY_BLOCK, 1),) if passed == "forward" else ()
+        everywhere = ((triton.EVERY_BLOCK, 1),) if passed == "forward" else ()
         for programs, stages in (*everywhere, *((resident, stages) for stages in STAGES)):
             yield {
                 "warps": warps,
@@ -52,36 +56,59 @@ def candidates(passed, n, width):
             }
 
 
+def cuda_cuts(n, width):
+    """Without a ring."""
+    needed = -(-2 * width // 512)
+    seen = set()
+    for slabs, teams, room, hold in product(SLABS, TEAMS, ROOM, (False, True)):
+        warps = -(-needed // slabs)
+        resident = min(32, 65536 // (room * 32 * warps * teams))
+        # What is held takes 4 registers a chunk, and so much again what is made of it.
+        if warps * teams > 16 or not resident or (hold and 4 * slabs * (n + 1) > room - 40):
+            continue
+        cut = Plan(warps, teams, 0, hold, resident)
+        if cut not in seen:
+            seen.add(cut)
+            yield cut
+
+
+def candidates(backend, passed, n, width):
+    """The launch in use first, which is None."""
+    others = triton_launches(passed, n, width) if backend == "triton" else cuda_cuts(n, width)
+    return [None, *others]
+
+
 class Problem:
     """Inputs of one size, and the passes with a launch of our choice."""
 
-    def __init__(self, size, device):
+    def __init__(self, backend, size, device):
         moved = CASES["gate_pool"].bytes_moved(size, "forward")
+        self.kernels = KERNELS[backend]
         self.inputs = [gate_inputs(size, device) for _ in range(sets_needed(moved, device))]
         self.saved = [self.forward(i, None) for i in range(len(self.inputs))]
         self.grads = [[torch.randn_like(t) for t in made[:2]] for made in self.saved]
 
-    def forward(self, i, launch):
+    def given(self, i):
         x = self.inputs[i]
         y, streams = x.rows
-        return kernels.forward(y, streams.unbind(1), *x.weights, None, True, EPS, launch)
+        return y, streams.unbind(1), *x.weights, x.norm_weight
+
+    def forward(self, i, launch):
+        return self.kernels.forward(*self.given(i), True, EPS, launch)
 
     def backward(self, i, launch):
-        x = self.inputs[i]
-        y, streams = x.rows
-        rest = (*x.weights, None, self.saved[i][2], True, EPS, launch)
-        return kernels.backward(*self.grads[i], y, streams.unbind(1), *rest)
+        rest = (self.saved[i][2], True, EPS, launch)
+        return self.kernels.backward(*self.grads[i], *self.given(i), *rest)
 
     def run(self, passed, launch, i):
         return self.forward(i, launch) if passed == "forward" else self.backward(i, launch)
 
 
 def compiles(task):
-    """None, or why not. Triton keeps what it compiles on disk, where others find it."""
-    passed, n, width, launch = task
+    """None, or why not; and what it gives is compared with what the launch in use gives."""
+    backend, passed, n, width, norm, launch = task
     device = torch.device("cuda", 0)
-    torch.manual_seed(0)
-    problem = Problem(Size(n, width, FEW), device)
+    problem = Problem(backend, Size(n, width, FEW, norm=norm), device)
     try:
         results = zip(problem.run(passed, launch, 0), problem.run(passed, None, 0), strict=True)
         for a, b in results:
@@ -92,40 +119,58 @@ def compiles(task):
     return None
 
 
+def workers(backend):
+    """Triton keeps what it compiles on disk, where others find it. CUDA's compiler is no Python."""
+    if backend == "cuda":
+        return ThreadPoolExecutor(os.cpu_count())
+    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", choices=KERNELS, default="triton")
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--widths", type=int, nargs="+", default=[768, 1024, 1280, 2048, 4096])
     parser.add_argument("--passes", nargs="+", default=["forward"])
+    parser.add_argument("--norm", action="store_true")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--best", type=int, default=5)
     told = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none here.")
+    if told.backend == "cuda" and "backward" in told.passes:
+        parser.error("CUDA's backward pass has one launch: there is nothing to try.")
     device = torch.device("cuda", 0)
-    sizes = list(product(told.passes, told.streams, told.widths))
-    tasks = [(*size, launch) for size in sizes for launch in candidates(*size)]
-    print(f"compiling {len(tasks)} kernels in {os.cpu_count()} processes", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    tasks = [
+        (told.backend, passed, n, width, told.norm, launch)
+        for passed, n, width in product(told.passes, told.streams, told.widths)
+        for launch in candidates(told.backend, passed, n, width)
+    ]
+    print(f"compiling {len(tasks)} kernels on {os.cpu_count()} cores", flush=True)
+    with workers(told.backend) as pool:
         failures = list(pool.map(compiles, tasks))
     copy = copy_gb_s(device)
-    for passed, n, width in sizes:
-        torch.manual_seed(0)
-        size = Size(n, width, told.tokens)
+    for passed, n, width in product(told.passes, told.streams, told.widths):
+        size = Size(n, width, told.tokens, norm=told.norm)
         moved = CASES["gate_pool"].bytes_moved(size, passed)
         rows = []
         with own_stream(device), torch.no_grad():
-            problem = Problem(size, device)
-            for (*of, launch), failure in zip(tasks, failures, strict=True):
-                if tuple(of) == (passed, n, width) and failure is None:
-                    call = partial(problem.run, passed, launch)
-                    us, _ = measure(call, len(problem.inputs), device, 20)
-                    rows.append((us, launch))
+            problem = Problem(told.backend, size, device)
+            for task, failure in zip(tasks, failures, strict=True):
+                launch = task[-1]
+                if task[1:4] != (passed, n, width):
+                    continue
+                if failure is not None:
+                    print(f"  {launch}: {failure}", flush=True)
+                    continue
+                us, _ = measure(
+                    partial(problem.run, passed, launch), len(problem.inputs), device, 20
+                )
+                rows.append((us, launch))
         print(f"{passed} n={n} C={width}: {len(rows)} launches", flush=True)
         for us, launch in [rows[0], *sorted(rows[1:], key=lambda row: row[0])[: told.best]]:
-            words = " ".join(f"{k}={v}" for k, v in launch.items()) or "the one in use"
-            print(f"  {us:7.1f} us {moved / us / 1e3 / copy:6.1%}  {words}", flush=True)
+            share = moved / us / 1e3 / copy
+            print(f"  {us:7.1f} us {share:6.1%}  {launch or 'the one in use'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -604,13 +604,19 @@ def test_the_scripts_run(script, tmp_path):
 
 def test_the_launches_that_are_tried():
     """What is in use comes first, and every other one is a launch that the kernels take."""
-    launches = runpy.run_path(str(BENCHMARKS / "launches.py"))
     launch = pytest.importorskip("multigate.ops.gate_pool.triton").Launch
+    candidates = runpy.run_path(str(BENCHMARKS / "launches.py"))["candidates"]
     for passed in ("forward", "backward"):
-        first, *others = launches["candidates"](passed, 4, 768)
-        assert first == {}
+        first, *others = candidates("triton", passed, 4, 768)
+        assert first is None
         assert len({tuple(o.items()) for o in others}) == len(others) > 40
         assert all(launch(**o).block <= launch(**o).warps for o in others)
+    for n, width in ((4, 768), (8, 4096)):
+        first, *others = candidates("cuda", "forward", n, width)
+        assert first is None
+        assert len(set(others)) == len(others) > 20
+        assert all(32 * cut.warps * cut.teams * cut.resident <= 2048 for cut in others)
+        assert not any(cut.slots for cut in others)
 
 
 @pytest.mark.gpu

@@ -120,6 +120,28 @@ def test_every_cut(emulated, cuts):
     check(*problem(23, 2, 312, True, torch.float32), True, True, cuts)
 
 
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize(
+    ("n", "width", "dtype", "cut"),
+    [
+        (2, 312, torch.float32, Plan(1, 1, 0, False, resident=4)),
+        (2, 312, torch.float32, Plan(1, 1, 0, True)),
+        (3, 312, torch.float32, Plan(3, 2, 0, True)),
+        (4, 520, torch.bfloat16, Plan(2, 3, 0, False, resident=2)),
+        (8, 768, torch.float16, Plan(3, 1, 0, True)),
+    ],
+    ids=str,
+)
+def test_without_a_ring(emulated, n, width, dtype, cut, norm):
+    """To the bit what a ring gives for a team of the same size; also where a team has no token."""
+    (y, streams, *weights, gain), _ = problem(23, n, width, True, dtype)
+    given = (y, streams.unbind(1), *weights, gain if norm else None, True, 1e-6)
+    slabs = -(-width * y.element_size() // (512 * cut.warps))
+    ringed = cuda.forward(*given, Plan(cut.warps, 1, slabs, False))
+    for a, b in zip(cuda.forward(*given, cut), ringed, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("missing", ["h", "streams"])
 def test_an_output_that_is_not_used(emulated, missing):
     leaves, (grad_h, grad_streams) = problem(7, 3, 64, True, torch.float32)

@@ -25,7 +25,10 @@ class Plan:
     warps: int
     teams: int
     slots: int
+    """0: no ring, which the forward step takes; then a team has one token, and ends."""
     hold: bool
+    resident: int = 1
+    """Blocks that a multiprocessor should have room for, which bounds the registers of a thread."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def compiled(
         "TEAMS": cut.teams,
         "SLOTS": cut.slots,
         "HOLD": int(cut.hold),
+        "RESIDENT": cut.resident,
         **{name: int(on) for name, on in switches.items()},
     }
     return nvrtc.module(device, text, tuple(defines.items()))

@@ -127,7 +127,7 @@ def _forward(
     switches = (competitive, weights[3] is not None, False, False, False, exact is not None)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
     ready = cuda.weights(*weights)
-    blocks = cuda.blocks(tokens, y.device)
+    blocks = cuda.blocks(tokens, y.device) if cut.slots else -(-tokens // cut.teams)
     arguments = [
         cuda.rows(streams),
         *map(pointer, (y, *ready, h, new_streams, saved)),

@@ -1,13 +1,13 @@
 // The forward pass; after codes.cu.
 
-extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
             long long tokens, float eps) {
     constexpr int COUNT = 4 * N + 2;
     typedef Ring<N + 1, 0> TheRing;
     DYNAMIC_SHARED(memory);
-    __shared__ u64 barriers[TEAMS * SLOTS];
+    __shared__ u64 barriers[RING ? TEAMS * SLOTS : 1];
     __shared__ float exchange[TEAMS][Sums<COUNT>::GROUPS * WARPS * 32];
     __shared__ float square[TEAMS][WARPS];
     __shared__ float2 coefficients[TEAMS * WARPS][N];
@@ -17,8 +17,12 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member, stream = place.stream;
     TheRing ring = {memory + team * SLOTS * TheRing::SLOT_BYTES, barriers + team * SLOTS};
-    ring.init(warp, lane);
+    if (RING)
+        ring.init(warp, lane);
 
+    auto row = [&](long long token, int i) {
+        return i < N ? streams.at[min(i, N - 1)] + token * streams.step : y + token * (C * BYTES);
+    };
     auto issue = [&](long long token, int slab, int slot) {
         if (warp != 0 || token >= tokens)
             return;
@@ -26,15 +30,14 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         if (lane == 0)
             arrive_expecting(ring.barriers + slot, (N + 1) * bytes);
         __syncwarp();
-        if (lane <= N) {
-            const u64 row = lane < N ? streams.at[min(lane, N - 1)] + token * streams.step : y + token * (C * BYTES);
-            bulk_copy(ring.row(slot, lane), row + slab * SLAB_BYTES, bytes, ring.barriers + slot);
-        }
+        if (lane <= N)
+            bulk_copy(ring.row(slot, lane), row(token, lane) + slab * SLAB_BYTES, bytes, ring.barriers + slot);
     };
 #pragma unroll
     for (int q = 0; q < SLOTS; q++)
         issue(place.first + (q / SLABS) * place.stride, q % SLABS, q);
-    team_sync(team);
+    if (RING)
+        team_sync(team);
     if (EXACT) {
         if (threadIdx.x == 0)
             listed = lost = 0;
@@ -42,20 +45,47 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     }
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
+    // Without a ring a thread keeps its chunks from the first sweep to the second (HOLD), or reads them again, out of the
+    // cache.
+    constexpr bool KEPT = !RING && HOLD;
+    uint4 kept[KEPT ? SLABS : 1][N + 1];
+    auto fetch = [&](long long token, int c, int i) {
+        return __ldg(reinterpret_cast<const uint4 *>(row(token, i)) + c);
+    };
+    auto read = [&](long long token, int slab, int slot, int i, bool again) {
+        const int c = slab * THREADS + member;
+        if constexpr (RING)
+            return ring.row(slot, i)[member];
+        else if constexpr (KEPT)
+            return kept[slab][i];
+        else
+            return again ? load_again(row(token, i) + c * 16) : fetch(token, c, i);
+    };
     int slot = 0;
     u32 parity = 0;
     for (long long token = place.first; token < tokens; token += place.stride) {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++) {
+                const int c = slab * THREADS + member;
+#pragma unroll
+                for (int i = 0; i <= N; i++)
+                    if (CHUNKS % THREADS == 0 || c < CHUNKS)
+                        kept[slab][i] = fetch(token, c, i);
+            }
+        }
         Sums<COUNT> total;
         float *sums = total.values;
         int at = slot;
         u32 phase = parity;
 #pragma unroll
         for (int slab = 0; slab < SLABS; slab++) {
-            wait(ring.barriers + at, phase);
+            if (RING)
+                wait(ring.barriers + at, phase);
             const int c = slab * THREADS + member;
             if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                 float v[CHUNK], s[CHUNK], wg[CHUNK], wp[CHUNK];
-                unpack(ring.row(at, N)[member], v);
+                unpack(read(token, slab, at, N, false), v);
                 gate_weights.get(slab, c, wg);
                 pool_weights.get(slab, c, wp);
 #pragma unroll
@@ -65,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 }
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    unpack(ring.row(at, i)[member], s);
+                    unpack(read(token, slab, at, i, false), s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
                         sums[i] += s[k] * s[k];
@@ -107,11 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 pooled[slab][k] = 0.0f;
             if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                 float v[CHUNK], s[CHUNK];
-                unpack(ring.row(at, N)[member], v);
+                unpack(read(token, slab, at, N, true), v);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float2 f = mine[i];
-                    const uint4 was = ring.row(at, i)[member];
+                    const uint4 was = read(token, slab, at, i, true);
                     unpack(was, s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
@@ -155,9 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 for (int to = begins + first; fits && far; to++, far &= far - 1)
                     codes.list[to] = *far_element(ring, at, member, __ffsll(far) - 1);
             }
-            team_sync(team);
-            issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
-            ring.advance(at, parity);
+            if (RING) {
+                team_sync(team);
+                issue(token + ((slab + SLOTS) / SLABS) * place.stride, (slab + SLOTS) % SLABS, at);
+                ring.advance(at, parity);
+            }
         }
         slot = at;
 
@@ -178,14 +210,16 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
             }
         }
         if (warp == 0) {
-            float *row = saved + token * SAVED;
+            float *line = saved + token * SAVED;
 #pragma unroll
             for (int g = 0; g < Sums<COUNT>::GROUPS; g++)
                 if (32 * g + lane < COUNT)
-                    row[32 * g + lane] = total.dealt[g];
+                    line[32 * g + lane] = total.dealt[g];
             if (lane < 2)
-                row[COUNT + lane] = lane == 0 ? r : 0.0f;
+                line[COUNT + lane] = lane == 0 ? r : 0.0f;
         }
+        if (!RING)
+            team_sync(team);
     }
     if (EXACT) {
         __syncthreads();
