@@ -1,0 +1,229 @@
+"""Write the tables of README.md and docs/ anew from the results that are kept.
+
+    multigate repro summary repro/mini && python scripts/tables.py
+
+Losses come from repro/, times from benchmarks/results/h200.json. A table stands between
+`<!-- table NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit status says
+whether a page is out of date.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from multigate.repro.table import NOTHING, difference, markdown, spread
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md")
+BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+Row = dict[str, Any]
+
+
+def kept(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / name).read_text("utf-8"))
+    return found
+
+
+def results() -> dict[str, Any]:
+    return kept("repro/mini/results.json")
+
+
+def rows_of(group: int) -> list[Row]:
+    """The rows of a group of Table 1 that have been run."""
+    return [row for row in results()["groups"][group]["rows"] if row["seeds"]]
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -> str:
+    """With so many columns of words, then numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return markdown([head, rule, *lines]) + "\n"
+
+
+def losses(group: int) -> str:
+    head = ["model", "parameters", "seeds", "val", "test", "test - PreNorm", "verdict"]
+    rows = rows_of(group)
+    papers = [(row["paper"] or {}).get("difference") for row in rows]
+    lines = []
+    for row, paper in zip(rows, papers, strict=True):
+        apart = row["differences"].get("test")
+        line = [
+            row["label"],
+            f"{row['parameters'] / 1e6:.2f} M",
+            str(len(row["seeds"])),
+            spread(row["losses"]["val"]),
+            spread(row["losses"]["test"]),
+            difference(apart),
+            apart["verdict"] if apart else NOTHING,
+        ]
+        if any(papers):
+            line.append(f"{paper:+.4f}" if paper else NOTHING)
+        lines.append(line)
+    return table([*head, "the paper at S, val"] if any(papers) else head, lines)
+
+
+def pairs() -> str:
+    lines = []
+    for pair in results()["pairs"]:
+        val, test = (pair["differences"][name] for name in ("val", "test"))
+        paper = f"{pair['paper']:+.4f}"
+        cells = (pair["label"], pair["against"], difference(val), difference(test))
+        lines.append((*cells, test["verdict"], paper))
+    head = ("model", "compared with", "val", "test", "verdict", "the paper at S, val")
+    return table(head, lines, words=2)
+
+
+def short() -> str:
+    """For the README: what a stranger wants to know first."""
+    head = ("model", "seeds", "val loss", "test loss", "test - PreNorm")
+    lines = (
+        (
+            row["label"],
+            str(len(row["seeds"])),
+            spread(row["losses"]["val"]),
+            spread(row["losses"]["test"]),
+            difference(row["differences"].get("test")),
+        )
+        for row in rows_of(0)
+    )
+    return table(head, lines)
+
+
+WIDTHS = (768, 1024, 1280, 2048, 4096)
+PASSES = ("forward", "backward")
+MANY = 32768
+"""Tokens of the op rows, but for those of a sweep."""
+BACKENDS = ("cuda", "triton", "paper", "compile", "torch", "liger-mhc")
+SCALES = ("s", "m", "l", "wide")
+
+
+def measured(case: str, **fields: Any) -> list[Row]:
+    """The rows of a case without a norm in which these fields have these values."""
+    rows = [row for row in kept("benchmarks/results/h200.json")["rows"] if row["case"] == case]
+    wanted = {"norm": False, **fields} if case != "step" else fields
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def cells(shown: Callable[[Row], str], names: Iterable[dict[str, Any]]) -> list[str]:
+    """What is shown of the one row of each name; nothing where there is none."""
+    found = [measured(**name) for name in names]
+    return [shown(rows[0]) if rows else "" for rows in found]
+
+
+def microseconds(row: Row) -> str:
+    return f"{row['us']:.0f}"
+
+
+def ours() -> str:
+    """Microseconds and share of copy of the CUDA kernels."""
+    lines = []
+    for name, n in product(PASSES, (2, 4, 8)):
+        of = {"case": "gate_pool", "pass": name, "n": n, "backend": "cuda", "tokens": MANY}
+        shares = cells(
+            lambda row: f"{microseconds(row)} ({row['share_of_copy']:.0%})",
+            ({**of, "width": width} for width in WIDTHS),
+        )
+        lines.append((name, str(n), *shares))
+    return table(("pass", "n", *wide_head()), lines, words=2)
+
+
+def others(n: int) -> str:
+    lines = []
+    for name, backend in product(PASSES, BACKENDS):
+        of = {"case": "gate_pool", "pass": name, "n": n, "backend": backend, "tokens": MANY}
+        times = cells(microseconds, ({**of, "width": width} for width in WIDTHS))
+        if any(times):
+            lines.append((name, f"`{backend}`", *times))
+    return table(("pass", "backend", *wide_head()), lines, words=2)
+
+
+def wide_head() -> list[str]:
+    return [f"C={WIDTHS[0]}", *map(str, WIDTHS[1:])]
+
+
+def depth() -> str:
+    """depth_pool, forward / backward."""
+    lines = []
+    for sources, backend in product((5, 9), ("cuda", "triton", "fla", "liger")):
+        of = {"case": "depth_pool", "n": sources, "backend": backend, "tokens": MANY}
+        both = [
+            cells(microseconds, ({**of, "width": width, "pass": name} for width in WIDTHS[:-1]))
+            for name in PASSES
+        ]
+        pairs = (f"{a or '-'} / {b or '-'}" if a or b else "" for a, b in zip(*both, strict=True))
+        lines.append((str(sources), f"`{backend}`", *pairs))
+    return table(("sources", "backend", *wide_head()[:-1]), lines, words=2)
+
+
+def few() -> str:
+    """Few tokens, as in decoding."""
+    columns = list(product(("cuda", "compile"), WIDTHS[:3]))
+    lines = []
+    for tokens, name in product((1, 16, 256, 1024), PASSES):
+        of = {"case": "gate_pool", "pass": name, "n": 4, "tokens": tokens}
+        times = cells(
+            lambda row: f"{row['us']:.1f}",
+            ({**of, "backend": backend, "width": width} for backend, width in columns),
+        )
+        lines.append((str(tokens), name, *times))
+    head = [f"`{backend}`, C=768" if width == 768 else str(width) for backend, width in columns]
+    return table(("tokens", "pass", *head), lines, words=2)
+
+
+def steps() -> str:
+    lines = []
+    for scale in SCALES:
+        rows = measured("step", scale=scale, memory="store")
+        for row in sorted(rows, key=lambda row: row["overhead"]):
+            lines.append(
+                (
+                    scale if scale == "wide" else scale.upper(),
+                    f"`{row['residual']}`, n = {row['n']}",
+                    f"{row['ms']:.1f}",
+                    f"{row['tokens_per_s']:,.0f}",
+                    f"+{row['overhead']:.1%}",
+                    f"{row['peak_gib']:.2f}",
+                )
+            )
+    head = ("scale", "residual", "ms", "tokens/s", "over PreNorm", "peak GiB")
+    return table(head, lines, words=2)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "rows": lambda: losses(0),
+    "scaled": lambda: losses(1),
+    "related": lambda: losses(2),
+    "pairs": pairs,
+    "short": short,
+    "ours": ours,
+    "others4": lambda: others(4),
+    "others8": lambda: others(8),
+    "depth": depth,
+    "steps": steps,
+    "few": few,
+}
+
+
+def written(text: str) -> str:
+    """`text` with its tables as they should be."""
+    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[4], text)
+
+
+def main(check: bool) -> int:
+    stale = []
+    for page in (ROOT / name for name in PAGES):
+        old = page.read_text(encoding="utf-8")
+        if (new := written(old)) != old:
+            stale.append(page.name)
+            if not check:
+                page.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if check else 'written'}: {', '.join(stale)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
