@@ -118,17 +118,21 @@ def bench(arguments: Sequence[str]) -> int:
 
 def repro(arguments: Sequence[str]) -> int:
     """run the paper's table again, with seeds and intervals"""
-    from .repro.command import repro, summary
-    from .repro.config import ReproConfig, SummaryConfig
+    from .repro.command import repro, speed, summary
+    from .repro.config import ReproConfig, SpeedConfig, SummaryConfig
     from .repro.dry import dry_run
 
     if arguments[:1] == ["summary"]:
         summary(parse(SummaryConfig, arguments[1:], "repro summary"))
         return 0
+    if arguments[:1] == ["speed"]:
+        speed(parse(SpeedConfig, arguments[1:], "repro speed"))
+        return 0
     flags = [word for word in arguments if word != "--dry-run"]
     note = (
         "--dry-run trains nothing and shows the runs, their models and the memory they take. "
-        "`multigate repro summary OUT` makes the tables anew from what is kept."
+        "`multigate repro summary OUT` makes the tables anew from what is kept, "
+        "`multigate repro speed OUT` times the models alone."
     )
     config = parse(ReproConfig, flags, "repro", description=note)
     if len(flags) < len(arguments):

@@ -18,7 +18,7 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from .ops import Row, sentence
-from .steps import BASELINE, Candidate, Job, measured, release
+from .steps import Candidate, Work, measured, release
 
 
 class NotYet(Exception):
@@ -69,13 +69,13 @@ def bring_back(model: nn.Module, like: nn.Module) -> None:
         weight.data.copy_(values.data)
 
 
-def work(job: Job, pipe: Connection, threads: int) -> None:
+def work(job: Work, pipe: Connection, threads: int) -> None:
     """In its process: say None when it is compiled or what went wrong, wait, then say the row."""
     # Ctrl-C is for the command, which ends its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inductor.compile_threads = threads
     gate = Gate()
-    makers = [job.baseline] if job.residual == BASELINE else [job.baseline, job.candidate]
+    makers = [job.baseline] if job.is_baseline else [job.baseline, job.candidate]
     try:
         candidates = [gate.compiled(make(gate)) for make in makers]
         for candidate in candidates:
@@ -100,7 +100,7 @@ def work(job: Job, pipe: Connection, threads: int) -> None:
 class Worker:
     """A job's process, seen from the command."""
 
-    def __init__(self, job: Job, threads: int) -> None:
+    def __init__(self, job: Work, threads: int) -> None:
         # A forked process cannot use the GPU of the one it came from.
         context = multiprocessing.get_context("spawn")
         self.job = job
@@ -140,7 +140,7 @@ class Worker:
         self.process.join()
 
 
-def measure_apart(jobs: Sequence[Job], at_once: int) -> Iterator[Row]:
+def measure_apart(jobs: Sequence[Work], at_once: int) -> Iterator[Row]:
     """A row for each job; up to `at_once` are compiled at a time, and none while one measures."""
     threads = max(1, (os.cpu_count() or 1) // at_once)
     for first in range(0, len(jobs), at_once):

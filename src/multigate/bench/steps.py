@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from multigate.device import Compute
-from multigate.gpt import GPT, PRESETS, preset
+from multigate.gpt import GPT, PRESETS, GPTConfig, preset
 from multigate.nn import MLP, Attention, rotary_table
 from multigate.norm import RMSNorm
 from multigate.ops.backend import VARIABLE
@@ -106,24 +106,68 @@ def candidate(
     backend: str | Callable[..., Any] = "inductor",
 ) -> Candidate:
     """`backend` is that of torch.compile."""
-    torch.manual_seed(0)
     device = compute.device
     options = {} if memory == "store" else {"memory": memory}
     if scale == "wide":
+        torch.manual_seed(0)
         with device:
-            model: nn.Module = WideStack(residual, streams, options, **WIDE).to(device)
+            model = WideStack(residual, streams, options, **WIDE).to(device)
         shape = (batch, WIDE["length"], WIDE["width"])
         dtype = torch.float32 if compute.precision == "fp32" else torch.bfloat16
         x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-        data: tuple[Tensor, ...] = (x, torch.randn(shape, device=device, dtype=dtype))
-    else:
-        config = preset(scale, residual=residual, streams=streams, residual_options=options)
-        with device:
-            model = GPT(config)
-        ids = torch.randint(config.vocab_size, (2, batch, config.context), device=device)
-        data = (ids[0], ids[1])
+        data = (x, torch.randn(shape, device=device, dtype=dtype))
+        return ready(model, data, compute, backend)
+    config = preset(scale, residual=residual, streams=streams, residual_options=options)
+    return of_gpt(config, batch, compute, backend)
+
+
+def of_gpt(
+    config: GPTConfig,
+    batch: int,
+    compute: Compute,
+    backend: str | Callable[..., Any] = "inductor",
+    checkpointing: bool = False,
+) -> Candidate:
+    torch.manual_seed(0)
+    with compute.device:
+        model = GPT(config)
+    model.stack.checkpointing = checkpointing
+    ids = torch.randint(config.vocab_size, (2, batch, config.context), device=compute.device)
+    return ready(model, (ids[0], ids[1]), compute, backend)
+
+
+def ready(
+    model: nn.Module,
+    data: tuple[Tensor, ...],
+    compute: Compute,
+    backend: str | Callable[..., Any],
+) -> Candidate:
     call = torch.compile(model, dynamic=False, backend=backend) if compute.compile else model
     return Candidate(model, call, data, compute)
+
+
+class Work(Protocol):
+    """A model to be measured beside PreNorm's."""
+
+    @property
+    def compute(self) -> Compute: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def is_baseline(self) -> bool:
+        """Then there is nothing to be measured beside."""
+
+    def row(self) -> Row:
+        """What is known of it before it is measured."""
+
+    def baseline(self, backend: str | Callable[..., Any] = "inductor") -> Candidate: ...
+
+    def candidate(self, backend: str | Callable[..., Any] = "inductor") -> Candidate: ...
 
 
 @dataclass(frozen=True)
@@ -144,8 +188,11 @@ class Job:
             WIDE["length"] if self.scale == "wide" else PRESETS[self.scale].context
         )
 
+    @property
+    def is_baseline(self) -> bool:
+        return self.residual == BASELINE
+
     def row(self) -> Row:
-        """What is known of it before it is measured."""
         return {
             "case": "step",
             "scale": self.scale,
@@ -200,7 +247,7 @@ def measure_steps(jobs: Iterable[Job]) -> Iterator[Row]:
             model: Candidate | None = None
             row = job.row()
             try:
-                if job.residual != BASELINE:
+                if not job.is_baseline:
                     model = job.candidate()
                 row |= measured(job, baseline, model)
             except Exception as error:
@@ -210,7 +257,7 @@ def measure_steps(jobs: Iterable[Job]) -> Iterator[Row]:
             yield row
 
 
-def measured(job: Job, baseline: Candidate, model: Candidate | None) -> Row:
+def measured(job: Work, baseline: Candidate, model: Candidate | None) -> Row:
     """The figures of `model` beside PreNorm's; of PreNorm alone without one."""
     if job.compute.device.type == "cuda":
         torch.cuda.set_device(job.compute.device)

@@ -12,7 +12,7 @@ from multigate.lock import locked
 from multigate.session import find_data
 from multigate.signals import caught_signals
 
-from .config import ReproConfig, SummaryConfig
+from .config import ReproConfig, SpeedConfig, SummaryConfig
 from .kept import Kept, changes, publishable, read_all, read_kept
 from .look import look_into
 from .plan import Planned, checks, ordered, planned
@@ -186,6 +186,16 @@ def repro(config: ReproConfig, console: Console | None = None) -> Done:
     busy = f"another `multigate repro` has its runs in {runs}: wait, or give another --runs."
     with locked(runs / ".lock", busy), caught_signals() as caught:
         return Sitting(config, console or Console(), caught).go()
+
+
+def speed(config: SpeedConfig, console: Console | None = None) -> list[Path]:
+    """Time the models of a folder, and make its tables anew; returns the files."""
+    # Not at the top: it brings the compiler, and nothing else here compiles.
+    from .speed import measure
+
+    say = partial((console or Console()).print, highlight=False, markup=False, soft_wrap=True)
+    measure(config.out, config.rounds, config.jobs, config.device, say)
+    return summary(SummaryConfig(config.out, config.figures), console)
 
 
 def summary(config: SummaryConfig, console: Console | None = None) -> list[Path]:

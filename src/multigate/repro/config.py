@@ -113,3 +113,26 @@ class SummaryConfig:
     out: Path
     """The --out of `multigate repro`."""
     figures: bool = True
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Time the models of a study with nothing beside them, for the tokens/s of its tables.
+
+    A forward and a backward pass of one micro-batch, beside PreNorm's, turn by turn. It needs the
+    folder of results and no text.
+    """
+
+    out: Path
+    """The --out of `multigate repro`."""
+    jobs: int = 1
+    """So many models are compiled at once; they are timed one by one."""
+    rounds: int = 3
+    """Of PreNorm, model, model, PreNorm, four steps each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    figures: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("jobs", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")

@@ -4,7 +4,8 @@ OUT/runs/NAME/config.toml         the resolved configuration, without places on 
               environment.json    versions, commit, GPU
               log.jsonl.gz        every tenth step and the last 200, evaluations, final scores
 
-The log comes last, in one rename: where it is, the rest is.
+The log comes last, in one rename: where it is, the rest is. OUT/speeds.json, if there, says how
+fast the model of each cell is alone on a device (see speed.py).
 """
 
 import gzip
@@ -22,6 +23,7 @@ from multigate.log import MOVING_AVERAGE, parsed
 
 EVERY = 10
 """Of the steps, each so many-th is kept."""
+SPEEDS = "speeds.json"
 PLACES = ("out", "resume", "init", "verify_data", "log")
 """Settings that say where a run is kept and not what it is."""
 KEPT = {
@@ -165,3 +167,18 @@ def read_all(out: Path) -> dict[str, Kept]:
     """Every run that is kept in OUT, by name."""
     found = sorted((out / "runs").glob("*/log.jsonl.gz"))
     return {file.parent.name: read_kept(file.parent) for file in found}
+
+
+def read_speeds(out: Path) -> dict[str, Mapping[str, Any]]:
+    """By cell, what was timed of it; nothing where nothing was."""
+    path = out / SPEEDS
+    found: dict[str, Mapping[str, Any]] = {}
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): remove it, and time the models again with "
+                "`multigate repro speed`."
+            ) from None
+    return found

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from .cells import Cell
-from .kept import Kept, read_all
+from .kept import Kept, read_all, read_speeds
 from .plan import run_name, split_name
 from .settings import Settings
 from .stats import paired, spread
@@ -26,7 +26,8 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
     """All that the tables of the study `name` say, as plain values."""
     kept = read_all(out)
     study = STUDIES[name](settings.config["scale"])
-    found = Finished(kept, 1.0 if settings.lr_factor is None else settings.lr_factor)
+    factor = 1.0 if settings.lr_factor is None else settings.lr_factor
+    found = Finished(kept, factor, read_speeds(out))
     cells = study.cells()
     asked = settings.studies[name]
     runs = {run: kept[run] for run in asked if run in kept}
@@ -58,10 +59,15 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
 
 
 class Finished:
-    """The finished runs of a cell, by seed."""
+    """The finished runs of a cell, by seed, and how fast it is alone where that was measured."""
 
-    def __init__(self, kept: Mapping[str, Kept], factor: float) -> None:
-        self.kept, self.factor = kept, factor
+    def __init__(
+        self,
+        kept: Mapping[str, Kept],
+        factor: float,
+        speeds: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.kept, self.factor, self.speeds = kept, factor, speeds or {}
         self.seeds = sorted({int(run.config["seed"]) for run in kept.values()})
 
     def of(self, key: str) -> dict[int, Kept]:
@@ -120,6 +126,7 @@ def row(
                 differences[name] = {**plain(difference), "verdict": difference.verdict}
     speeds = [run.speed for run in runs.values() if run.speed is not None]
     memory = [run.memory for run in runs.values() if run.memory is not None]
+    alone = found.speeds.get(shown.key)
     return {
         "key": cell.key,
         "cell": shown.key,
@@ -133,6 +140,8 @@ def row(
         "tokens_per_second": round(median(speeds)) if speeds else None,
         "memory_gib": max(memory) if memory else None,
         "at_once": max((run.environment.get("at_once", 1) for run in runs.values()), default=1),
+        "alone": None if alone is None else round(alone["tokens_per_s"]),
+        "overhead": None if alone is None else round(alone["overhead"], 4),
     }
 
 

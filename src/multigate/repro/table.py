@@ -42,9 +42,9 @@ def about(found: Result) -> Iterator[str]:
         "difference within a seed, ± its 95% interval by Student's t. The verdict is on "
         f"{'test' if 'test' in data['tokens'] else 'val, for there is no test text'}: a *lower* or "
         "*higher* loss, or *cannot tell* where the difference is within its interval; one seed has "
-        "no interval. Choices were made on val. Tokens/s are the median over the second half of a "
-        "run."
+        "no interval. Choices were made on val."
     )
+    yield speeds(found)
     papers = [row["paper"] for group in found["groups"] for row in group["rows"] if row["paper"]]
     if papers and papers[0]["scale"] != config["scale"]:
         yield (
@@ -65,6 +65,18 @@ def about(found: Result) -> Iterator[str]:
         f"By {' and '.join(commands)}. `multigate repro summary` with this folder makes the tables "
         "anew from the logs in `runs/`."
     )
+
+
+def speeds(found: Result) -> str:
+    """What tokens/s are of."""
+    rows = [row for group in found["groups"] for row in group["rows"]]
+    if any(row["alone"] for row in rows):
+        return (
+            "Tokens/s are those of a forward and a backward pass of one micro-batch with nothing "
+            "beside it on the device, and how much longer that takes than PreNorm's, turn by turn "
+            "with it. Peak GiB are those of a run."
+        )
+    return "Tokens/s are the median over the second half of a run."
 
 
 def group_table(group: Result, found: Result) -> str:
@@ -92,11 +104,17 @@ def group_table(group: Result, found: Result) -> str:
             cells.append(row["against"] or NOTHING)
         if papers:
             cells += paper(row["paper"])
-        speed = number(row["tokens_per_second"])
-        cells.append(speed if row["at_once"] == 1 else f"{speed} ({row['at_once']} at once)")
+        cells.append(speed(row))
         cells.append(NOTHING if row["memory_gib"] is None else f"{row['memory_gib']:.2f}")
         lines.append(cells)
     return markdown(lines)
+
+
+def speed(row: Result) -> str:
+    if row["alone"] is not None:
+        return f"{row['alone']:,} ({row['overhead']:+.1%})"
+    shown = number(row["tokens_per_second"])
+    return shown if row["at_once"] == 1 else f"{shown} ({row['at_once']} at once)"
 
 
 def pairs(found: Result) -> Iterator[str]:
@@ -203,8 +221,12 @@ def shortcomings(found: Result) -> Iterator[str]:
         if len(values) > 1:
             word = NAMES.get(name, name)
             lines.append(f"- not all runs have the same {word}: {', '.join(map(str, values))}")
-    if any(row["at_once"] > 1 for group in found["groups"] for row in group["rows"]):
-        lines.append("- where several runs shared a device, tokens/s are not those of one alone")
+    rows = [row for group in found["groups"] for row in group["rows"]]
+    if any(row["at_once"] > 1 and row["alone"] is None for row in rows):
+        lines.append(
+            "- where several runs shared a device, tokens/s are not those of one alone: "
+            "`multigate repro speed` with this folder measures those"
+        )
     if lines:
         yield "## What is missing or not alike"
         yield "\n".join(lines)
