@@ -66,6 +66,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, data, tmp_path, mon
     assert_the_same(whole, parts)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as at a terminal, whatever began the tests: a shell's background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_insisting_interrupts_at_once():
     with caught_signals() as caught:
         signal.raise_signal(signal.SIGINT)
