@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 Row = dict[str, Any]
 
 
+@cache
 def kept(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ROOT / name).read_text("utf-8"))
     return found

@@ -55,6 +55,17 @@ def test_values_are_those_of_the_equations(case, skipped):
 
 @everywhere
 def test_gradients_of_inputs_and_parameters(case):
+    """In a random direction; an error in any element shows in it."""
+    check_gradients(case, fast_mode=True)
+
+
+@pytest.mark.slow
+@everywhere
+def test_every_element_of_the_gradients(case):
+    check_gradients(case, fast_mode=False)
+
+
+def check_gradients(case, fast_mode):
     residual = case.build(dim=4)
     x, ys = random_inputs(2, dim=4, requires_grad=True)
     names = [name for name, _ in residual.named_parameters()]
@@ -65,9 +76,9 @@ def test_gradients_of_inputs_and_parameters(case):
         x, *ys = tensors[len(names) :]
         return tuple(torch.func.functional_call(Runner(residual), prefixed(values), (x, ys)))
 
-    assert torch.autograd.gradcheck(
-        outputs, (*parameters, x, *ys), eps=1e-6, atol=1e-6, rtol=1e-4, fast_mode=False
-    )
+    inputs = (*parameters, x, *ys)
+    tolerances = {"eps": 1e-6, "atol": 1e-6, "rtol": 1e-4}
+    assert torch.autograd.gradcheck(outputs, inputs, **tolerances, fast_mode=fast_mode)
 
 
 class Runner(nn.Module):

@@ -218,8 +218,6 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
             if (lane < 2)
                 line[COUNT + lane] = lane == 0 ? r : 0.0f;
         }
-        if (!RING)
-            team_sync(team);
     }
     if (EXACT) {
         __syncthreads();
