@@ -98,7 +98,8 @@ def test_the_models_are_those_of_the_runs(out):
 def test_a_model_that_cannot_be_timed_is_told_and_the_others_are_there(out, monkeypatch):
     def measured(todo, jobs):
         for timing in todo:
-            figures = {"tokens_per_s": 100.0, "overhead": 0.25}
+            # Rounded to four digits first, this would be shown as 25.1%.
+            figures = {"tokens_per_s": 100.0, "overhead": 0.25048}
             failed = timing.cell == "moda"
             yield timing.row() | ({"error": "no memory."} if failed else figures)
 

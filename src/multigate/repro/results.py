@@ -140,8 +140,8 @@ def row(
         "tokens_per_second": round(median(speeds)) if speeds else None,
         "memory_gib": max(memory) if memory else None,
         "at_once": max((run.environment.get("at_once", 1) for run in runs.values()), default=1),
-        "alone": None if alone is None else round(alone["tokens_per_s"]),
-        "overhead": None if alone is None else round(alone["overhead"], 4),
+        "alone": None if alone is None else alone["tokens_per_s"],
+        "overhead": None if alone is None else alone["overhead"],
     }
 
 

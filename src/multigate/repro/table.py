@@ -112,7 +112,7 @@ def group_table(group: Result, found: Result) -> str:
 
 def speed(row: Result) -> str:
     if row["alone"] is not None:
-        return f"{row['alone']:,} ({row['overhead']:+.1%})"
+        return f"{row['alone']:,.0f} ({row['overhead']:+.1%})"
     shown = number(row["tokens_per_second"])
     return shown if row["at_once"] == 1 else f"{shown} ({row['at_once']} at once)"
 
