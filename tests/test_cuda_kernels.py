@@ -14,7 +14,9 @@ from multigate.ops import nvrtc
 from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
+from multigate.ops.depth_pool import many
 from multigate.ops.depth_pool import reference as depth_reference
+from multigate.ops.depth_pool.many import Many
 from multigate.ops.depth_pool.op import fused
 from multigate.ops.gate_pool import cuda, exact, passes, reference
 
@@ -31,7 +33,7 @@ def libraries(tmp_path_factory):
 def emulated(request, monkeypatch, libraries):
     monkeypatch.setattr(nvrtc, "module", compiler(libraries, request.param))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
-    kernels = (cuda._kernels, cuda._replaying, cuda._keeping, depth._kernels)
+    kernels = (cuda._kernels, cuda._replaying, cuda._keeping, depth._compiled)
     for made in kernels:
         made.cache_clear()
     yield
@@ -308,6 +310,69 @@ def test_every_result_of_a_pool(emulated, count, width, dtype, norm):
 def test_every_cut_of_a_pool(emulated):
     for cuts in ((Plan(1, 3, 3, True), Plan(1, 2, 4, True)), (Plan(2, 2, 2, False),) * 2):
         check_pool(23, 3, 312, torch.float32, True, cuts=cuts)
+
+
+MANY = [
+    (17, 64, torch.float32),
+    (24, 8, torch.float16),
+    (25, 520, torch.bfloat16),
+    (49, 264, torch.float16),
+    (128, 40, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("count", "width", "dtype"), MANY, ids=str)
+def test_every_result_of_a_pool_of_many(emulated, count, width, dtype, norm):
+    check_pool(11, count, width, dtype, norm)
+
+
+@pytest.mark.parametrize("slots", [3, 4, 5, 6, 9])
+def test_every_cut_of_a_pool_of_many(emulated, slots):
+    """Rings that have a token, and more, up to three; rows of one chunk a thread, and of more."""
+    for cut in (Plan(1, 3, slots, False), Plan(2, 2, slots, True), Plan(3, 1, slots, True)):
+        check_pool(23, 19, 200, torch.float32, True, cuts=(cut, cut))
+
+
+def test_a_pool_of_many_is_the_pool_of_few(emulated, monkeypatch):
+    """The same rules for all numbers of sources, down to one."""
+    monkeypatch.setattr(depth, "FEW", 0)
+    for count, kind in ((1, "plain"), (4, "equal"), (20, "equal")):
+        *_, dquery = check_pool(7, count, 64, torch.float32, False, kind=kind)
+        assert dquery.abs().max() == 0
+    check_pool(9, 3, 64, torch.float32, True, scale=4.0)
+
+
+def test_gradients_of_a_pool_of_many_that_are_not_wanted(emulated):
+    sources = [torch.randn(6, 64) for _ in range(20)]
+    query, grad = torch.randn(64), torch.randn(6, 64)
+    _, saved = depth.forward(sources, query, None, 0.3, 1e-6)
+    everything, *_ = depth.backward(grad, sources, query, None, saved, 0.3, [True] * 20)
+    wanted = [i % 3 == 1 for i in range(20)]
+    some, dquery, _ = depth.backward(
+        grad, sources, query, None, saved, 0.3, wanted, query_wanted=False
+    )
+    assert dquery is None
+    for want, a, b in zip(wanted, some, everything, strict=True):
+        assert torch.equal(a, b) if want else a is None
+
+
+def test_cuts_of_a_pool_of_many_fit():
+    """Into the shared memory of a block, with room for a token; and threads for its barriers."""
+    for count in (17, 25, 49, 73, 128):
+        for width in (8, 256, 384, 768, 1024, 1280, 2048, 4096):
+            for itemsize, backward in ((2, False), (2, True), (4, False), (4, True)):
+                what = Many(count, width, itemsize, backward)
+                cut = many.plan(what)
+                fits = 8 * what.groups * (width * itemsize + 16) < launch.SHARED - 16 * 1024
+                assert cut is not None or not fits
+                if cut is not None:
+                    assert what.dynamic_bytes(cut) <= launch.SHARED - many.STATIC
+                    assert cut.slots >= what.groups
+                    assert cut.teams <= 15
+                    assert 32 * cut.teams * cut.warps <= (512 if backward else 768)
+                    assert cut.warps * 512 >= width * itemsize or not cut.hold
+    assert many.plan(Many(129, 64, 2, False)) is None
 
 
 def test_one_source_and_equal_sources_do_not_move_the_query(emulated):

@@ -5,6 +5,8 @@ import torch
 
 import multigate as mg
 from multigate.ops import depth_pool, gate_pool
+from multigate.ops.depth_pool import cuda as depth_pool_cuda
+from multigate.ops.depth_pool import many
 from multigate.ops.gate_pool import cuda, reference
 
 pytestmark = pytest.mark.gpu
@@ -241,13 +243,20 @@ POOLS += [
     ("cuda", 9, 1024),
     ("cuda", 16, 384),
     ("cuda", 5, 4096),
+    ("cuda", 17, 4096),
+    ("cuda", 25, 384),
+    ("cuda", 49, 1024),
+    ("cuda", 73, 1280),
+    ("cuda", 128, 256),
 ]
 
 
 @pytest.mark.parametrize(("kernel", "count", "width"), POOLS)
-def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width):
+def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width, monkeypatch):
+    monkeypatch.setattr(depth_pool_cuda, "MOST_SOURCES", many.MOST)
     torch.manual_seed(count)
     sources = [torch.randn(1001, width, device="cuda").bfloat16() for _ in range(count)]
+    assert kernel == "triton" or depth_pool_cuda.takes(sources)
     query, gain = torch.randn(width, device="cuda"), torch.rand(width, device="cuda") + 0.5
     grad = torch.randn(1001, width, device="cuda").bfloat16()
     results = []

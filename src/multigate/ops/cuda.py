@@ -99,11 +99,12 @@ def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
 
 def plan_on(device: torch.device, problem: Problem) -> Plan | None:
     """`plan` for the shared memory that a device has."""
-    return plan(problem, _shared(device))
+    return plan(problem, shared_memory(device))
 
 
 @functools.cache
-def _shared(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a block may have there."""
     return nvrtc.shared_memory(device.index) if device.type == "cuda" else SHARED
 
 
@@ -145,24 +146,25 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def source(folder: Path, *parts: str) -> str:
     """What all kernels share, then an op's own parts, of which the last is the pass itself."""
-    shared = Path(__file__).with_name("cuda_kernels")
-    common = ["machine", "team", "finish"] if parts[-1] == "backward" else ["machine", "team"]
-    files = [*(shared / f"{c}.cu" for c in common), *(folder / f"{p}.cu" for p in parts)]
+    everybody = Path(__file__).with_name("cuda_kernels")
+    common = ["machine", "team", *(["finish"] if parts[-1].startswith("backward") else [])]
+    files = [*(everybody / f"{c}.cu" for c in common), *(folder / f"{p}.cu" for p in parts)]
     return "".join(file.read_text() for file in files)
 
 
 def compiled(
     device: torch.device,
     text: str,
-    problem: Problem,
+    n: int,
+    width: int,
     dtype: torch.dtype,
     cut: Plan,
     switches: Mapping[str, int],
 ) -> nvrtc.Module:
-    """The kernels of a source for one problem, on one device."""
+    """The kernels of a source for n rows of some width, on one device."""
     defines = {
-        "N": problem.n,
-        "C": problem.width,
+        "N": n,
+        "C": width,
         "DTYPE": DTYPES[dtype],
         "WARPS": cut.warps,
         "TEAMS": cut.teams,
@@ -180,10 +182,13 @@ def _rows_type(n: int) -> type[ctypes.Structure]:
     return type("Rows", (ctypes.Structure,), {"_fields_": fields})
 
 
-def rows(tensors: Sequence[Tensor | None]) -> ctypes.Structure:
-    """n tensors [tokens, C] of one row stride as team.cu's Rows; None is a null pointer."""
-    made = _rows_type(len(tensors))()
-    made.at[:] = [0 if t is None else t.data_ptr() for t in tensors]
+def rows(tensors: Sequence[Tensor | None], room: int = 0) -> ctypes.Structure:
+    """n tensors [tokens, C] of one row stride as team.cu's Rows; None is a null pointer.
+
+    `room`: the pointers that the structure has, if more than there are tensors.
+    """
+    made = _rows_type(max(room, len(tensors)))()
+    made.at[: len(tensors)] = [0 if t is None else t.data_ptr() for t in tensors]
     present = [t for t in tensors if t is not None]
     made.step = present[0].stride(0) * present[0].element_size() if present else 0
     return made

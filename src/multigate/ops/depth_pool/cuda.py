@@ -1,8 +1,13 @@
-"""Pooling over up to 16 sources by CUDA kernels, for Hopper and later."""
+"""Pooling over sources by CUDA kernels, for Hopper and later.
+
+Those for few sources are compiled for their number, and have all rows of a token in one slot of
+their ring; those for many (many.cu) are told the number.
+"""
 
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,14 +16,20 @@ from torch import Tensor
 from multigate.ops import cuda, nvrtc
 from multigate.ops.cuda import Plan, Problem, pointer
 
+from . import many
+from .many import Many
 from .plan import saved_rows
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
 MOST_SOURCES = 16
+"""That `takes` agrees to. The kernels for many have not run on a GPU yet."""
+FEW = 16
 TAKES = f"cuda takes up to {MOST_SOURCES} sources, in rows of whole 16 bytes that fit on the chip"
 
 
-def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem:
+def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem | Many:
+    if count > FEW:
+        return Many(count, width, itemsize, backward)
     if not backward:
         return Problem(count, width, itemsize, count, 2 * count, False)
     return Problem(count, width, itemsize, count + 1, 2 * count, True, saved_rows(count))
@@ -33,7 +44,22 @@ def takes(sources: Sequence[Tensor]) -> bool:
     if len(sources) > MOST_SOURCES or not cuda.suits(first.dtype, first.shape[1]):
         return False
     largest = problem(len(sources), first.shape[1], first.element_size(), True)
-    return cuda.plan_on(first.device, largest) is not None
+    return plan_on(first.device, largest) is not None
+
+
+def plan_on(device: torch.device, what: Problem | Many) -> Plan | None:
+    if isinstance(what, Many):
+        return many.plan(what, cuda.shared_memory(device))
+    return cuda.plan_on(device, what)
+
+
+def addresses(tensors: Sequence[Tensor | None], what: Problem | Many) -> ctypes.Structure:
+    return cuda.rows(tensors, many.MOST if isinstance(what, Many) else 0)
+
+
+def numbers(what: Problem | Many, cut: Plan) -> list[ctypes.c_int]:
+    """What a kernel is told that was not compiled for it."""
+    return [ctypes.c_int(what.count), ctypes.c_int(cut.slots)] if isinstance(what, Many) else []
 
 
 def forward(
@@ -53,12 +79,13 @@ def forward(
     if tokens == 0:
         return h, saved
     what = problem(len(sources), width, first.element_size(), False)
-    cut = cut or cuda.plan_on(first.device, what)
+    cut = cut or plan_on(first.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     kernel, _ = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     weights = cuda.weights(query, norm_weight)
     arguments = [
-        cuda.rows(sources),
+        addresses(sources, what),
+        *numbers(what, cut),
         *map(pointer, (*weights, h, saved)),
         ctypes.c_int64(tokens),
         ctypes.c_float(scale),
@@ -108,7 +135,7 @@ def _backward(
     first = sources[0]
     tokens, width = first.shape
     what = problem(len(sources), width, first.element_size(), True)
-    cut = cut or cuda.plan_on(first.device, what)
+    cut = cut or plan_on(first.device, what)
     assert cut is not None, "takes() has refused what does not fit"
     kernel, finish = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     blocks = cuda.blocks(tokens, first.device)
@@ -117,9 +144,10 @@ def _backward(
     # Copies must live until the launch: they have names.
     ready, weights = cuda.ready(grad_h), cuda.weights(query, norm_weight)
     arguments = [
-        cuda.rows(sources),
+        addresses(sources, what),
+        *numbers(what, cut),
         *map(pointer, (ready, *weights, saved)),
-        cuda.rows(grads),
+        addresses(grads, what),
         pointer(partials),
         ctypes.c_int64(tokens),
         ctypes.c_float(scale),
@@ -128,13 +156,34 @@ def _backward(
     cuda.finish(finish, partials, pieces)
 
 
-@functools.cache
 def _kernels(
-    device: torch.device, what: Problem, dtype: torch.dtype, cut: Plan, norm: bool
+    device: torch.device, what: Problem | Many, dtype: torch.dtype, cut: Plan, norm: bool
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     """The kernel of a pass, and the one that adds up its weight gradients."""
-    name = "backward" if what.backward else "forward"
-    text = cuda.source(FOLDER, name)
-    module = cuda.compiled(device, text, what, dtype, cut, {"NORM": norm})
-    kernel = module.kernel(name, what.dynamic_bytes(cut))
-    return kernel, module.kernel("finish", 0) if what.backward else kernel
+    parts: tuple[str, ...] = ("backward" if what.backward else "forward",)
+    shared = what.dynamic_bytes(cut)
+    if isinstance(what, Many):
+        parts = ("many", f"{parts[0]}_many")
+        # One kernel for any number of sources and slots, which takes all the memory there is.
+        cut = replace(cut, slots=-(-what.width * what.itemsize // (512 * cut.warps)))
+        needed, shared = shared, cuda.shared_memory(device) - many.STATIC
+        assert needed <= shared, f"a cut needs {needed} bytes of shared memory, there are {shared}"
+    return _compiled(device, parts, what.n, what.width, dtype, cut, norm, shared)
+
+
+@functools.cache
+def _compiled(
+    device: torch.device,
+    parts: tuple[str, ...],
+    n: int,
+    width: int,
+    dtype: torch.dtype,
+    cut: Plan,
+    norm: bool,
+    shared: int,
+) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
+    text = cuda.source(FOLDER, *parts)
+    module = cuda.compiled(device, text, n, width, dtype, cut, {"NORM": norm})
+    name = parts[-1].removesuffix("_many")
+    kernel = module.kernel(name, shared)
+    return kernel, module.kernel("finish", 0) if name == "backward" else kernel

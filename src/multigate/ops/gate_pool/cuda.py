@@ -315,7 +315,9 @@ def _keeping(
     """The kernel that finds the largest gates, and the threads of a block."""
     cut = Plan(8, 1, -(-what.width * what.itemsize // (8 * 512)), hold=False)
     text = cuda.source(FOLDER, "step", "keep")
-    module = cuda.compiled(device, text, what, dtype, cut, {"COMPETITIVE": competitive})
+    module = cuda.compiled(
+        device, text, what.n, what.width, dtype, cut, {"COMPETITIVE": competitive}
+    )
     return module.kernel("keep", 0), 32 * cut.warps
 
 
@@ -357,7 +359,7 @@ def _replaying(
     cut = Plan(-(-needed // slabs), 1, slabs, hold=False)
     text = cuda.source(FOLDER, "step", "replay")
     switches = {"COMPETITIVE": competitive, "STEPS": steps}
-    module = cuda.compiled(device, text, what, dtype, cut, switches)
+    module = cuda.compiled(device, text, what.n, what.width, dtype, cut, switches)
     return module.kernel("replay", 0), 32 * cut.warps
 
 
@@ -373,6 +375,8 @@ def _kernels(
     name = "backward" if what.backward else "forward"
     names = ("COMPETITIVE", "NORM", "GRAD_STREAMS", "GRAD_H", "INVERT", "EXACT")
     text = cuda.source(FOLDER, "step", "codes", name)
-    module = cuda.compiled(device, text, what, dtype, cut, dict(zip(names, switches, strict=True)))
+    module = cuda.compiled(
+        device, text, what.n, what.width, dtype, cut, dict(zip(names, switches, strict=True))
+    )
     kernel = module.kernel(name, what.dynamic_bytes(cut))
     return kernel, module.kernel("finish", 0) if what.backward else kernel
