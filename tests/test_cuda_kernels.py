@@ -386,6 +386,21 @@ def test_a_pool_that_looks_at_one_source_alone(emulated):
     check_pool(9, 3, 64, torch.float32, True, scale=4.0)
 
 
+@pytest.mark.parametrize("count", [5, 20])
+def test_what_is_left_of_a_weight_that_is_nearly_one(emulated, count):
+    """The others have about 1e-7: autograd in float32 keeps one digit of the query's gradient."""
+    torch.manual_seed(3)
+    sources = [torch.randn(9, 64) for _ in range(count)]
+    query, grad = torch.randn(64), torch.randn(9, 64)
+    sources[3] = 3 * query + 0.01 * torch.randn(9, 64)
+    _, saved = depth.forward(sources, query, None, 0.3, 1e-6)
+    _, dquery, _ = depth.backward(grad, sources, query, None, saved, 0.3, [True] * count)
+    given = [*sources, query, query], grad, 0.3, False
+    exact, eager = pooled(*given, torch.float64)[2], pooled(*given, torch.float32)[2]
+    assert (dquery.double() - exact).norm() <= 1e-5 * exact.norm()
+    assert (eager.double() - exact).norm() >= 1e-3 * exact.norm()
+
+
 def test_gradients_of_a_pool_that_are_not_wanted(emulated):
     sources = [torch.randn(6, 64) for _ in range(3)]
     query, grad = torch.randn(64), torch.randn(6, 64)

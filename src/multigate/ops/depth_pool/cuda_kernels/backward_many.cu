@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                             dquery[slab][k] += f.query * s[k];
                             s[k] = f.h * gh[slab][k] + f.query * w[k] + f.s * s[k];
                         }
-                        if (j <= last && dsources.at[group * N + j])
+                        if (dsources.at[group * N + j])
                             store(dsources.at[group * N + j] + token * dsources.step + c * 16, pack(s));
                     }
                 }
