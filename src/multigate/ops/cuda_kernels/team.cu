@@ -223,6 +223,18 @@ __device__ __forceinline__ float over_team(float x, float *room, int team, int w
     return x;
 }
 
+// A row of C numbers of which each thread has its chunks.
+__device__ __forceinline__ void put_row(float *row, const float (&v)[SLABS][CHUNK], int member) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++)
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++) {
+            const int c = (slab * THREADS + member) * CHUNK + k;
+            if (c < C)
+                row[c] = v[slab][k];
+        }
+}
+
 // The `columns` sums of all teams of a block, added in the order of the teams: the same in every run.
 __device__ __forceinline__ void add_teams(const float *sums, int columns, float *row) {
     for (int c = threadIdx.x; c < columns; c += THREADS * TEAMS) {

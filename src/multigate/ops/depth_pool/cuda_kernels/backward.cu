@@ -162,17 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
     __syncthreads(); // the rings are free: their memory takes the sums of each team
     float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * PARTIAL;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; slab++)
-#pragma unroll
-        for (int k = 0; k < CHUNK; k++) {
-            const int c = (slab * THREADS + member) * CHUNK + k;
-            if (c < C) {
-                mine[c] = dquery[slab][k];
-                if (NORM)
-                    mine[C + c] = dgain[slab][k];
-            }
-        }
+    put_row(mine, dquery, member);
+    if (NORM)
+        put_row(mine + C, dgain, member);
     __syncthreads();
     add_teams(sums, PARTIAL, partials + (long long)blockIdx.x * PARTIAL);
 }

@@ -300,18 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     // Teams add up in the order of their numbers, blocks in `finish`: the same sums in every run.
     __syncthreads(); // the rings are free: their memory takes the sums of each team
     float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * PARTIAL;
-#pragma unroll
-    for (int slab = 0; slab < SLABS; slab++)
-#pragma unroll
-        for (int k = 0; k < CHUNK; k++) {
-            const int c = (slab * THREADS + member) * CHUNK + k;
-            if (c < C) {
-                mine[c] = dgate[slab][k];
-                mine[C + c] = dpool[slab][k];
-                if (NORM)
-                    mine[2 * C + BIASES + c] = dgain[slab][k];
-            }
-        }
+    put_row(mine, dgate, member);
+    put_row(mine + C, dpool, member);
+    if (NORM)
+        put_row(mine + 2 * C + BIASES, dgain, member);
     if (warp == 0 && lane < N)
         mine[2 * C + COMPETITIVE + lane] = db;
     if (COMPETITIVE && member == 0)
