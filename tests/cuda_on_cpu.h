@@ -58,6 +58,7 @@ template <class T> T __ldg(const T *p) {
     return *p;
 }
 inline uint4 load_again(u64 from) { return __ldg((const uint4 *)from); }
+inline float __frsqrt_rn(float x) { return (float)(1.0 / std::sqrt((double)x)); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -224,6 +225,11 @@ inline void wait(u64 *barrier, u32 parity) {
 inline void store(u64 to, uint4 v) {
     check_aligned(to, 16);
     memcpy((void *)to, &v, 16);
+}
+
+inline void store_if(bool wanted, u64 to, uint4 v) {
+    if (wanted)
+        store(to, v);
 }
 
 template <class... A, size_t... I> void call(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {

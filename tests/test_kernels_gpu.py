@@ -251,24 +251,67 @@ POOLS += [
 ]
 
 
-@pytest.mark.parametrize(("kernel", "count", "width"), POOLS)
-def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width, monkeypatch):
-    monkeypatch.setattr(depth_pool_cuda, "MOST_SOURCES", many.MOST)
+def check_pool(kernel, count, width, dtype, norm, scale):
     torch.manual_seed(count)
-    sources = [torch.randn(1001, width, device="cuda").bfloat16() for _ in range(count)]
+    sources = [torch.randn(1001, width, device="cuda").to(dtype) for _ in range(count)]
     assert kernel == "triton" or depth_pool_cuda.takes(sources)
     query, gain = torch.randn(width, device="cuda"), torch.rand(width, device="cuda") + 0.5
-    grad = torch.randn(1001, width, device="cuda").bfloat16()
+    grad = torch.randn(1001, width, device="cuda").to(dtype)
+    weights = (query, gain) if norm else (query,)
     results = []
-    for backend, dtype in (("torch", torch.float64), ("torch", None), (kernel, None)):
-        leaves = [t.to(dtype or t.dtype).requires_grad_() for t in (*sources, query, gain)]
-        h = depth_pool(leaves[:-2], leaves[-2], scale=0.05, norm_weight=leaves[-1], backend=backend)
+    for backend, inside in (("torch", torch.float64), ("torch", None), (kernel, None)):
+        leaves = [t.to(inside or t.dtype).requires_grad_() for t in (*sources, *weights)]
+        rows, (query, *gains) = leaves[:count], leaves[count:]
+        given = gains[0] if norm else None
+        h = depth_pool(rows, query, scale=scale, norm_weight=given, backend=backend)
         found = torch.autograd.grad(h, leaves, grad.to(h.dtype))
-        stacked = torch.stack([g.double() for g in found[:-2]])
-        results.append([h.detach().double(), stacked, *(g.double() for g in found[-2:])])
+        stacked = torch.stack([g.double() for g in found[:count]])
+        results.append([h.detach().double(), stacked, *(g.double() for g in found[count:])])
     exact, eager, fused = results
     for e, a, b in zip(exact, eager, fused, strict=True):
         assert error(b, e) <= 1.1 * error(a, e) + 2e-6
+
+
+@pytest.fixture
+def many_sources(monkeypatch):
+    monkeypatch.setattr(depth_pool_cuda, "MOST_SOURCES", many.MOST)
+
+
+@pytest.mark.usefixtures("many_sources")
+@pytest.mark.parametrize(("kernel", "count", "width"), POOLS)
+def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width):
+    check_pool(kernel, count, width, torch.bfloat16, norm=True, scale=0.05)
+
+
+@pytest.mark.usefixtures("many_sources")
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("count", "width", "dtype", "scale"),
+    [
+        (3, 96, torch.float32, 1.0),
+        (16, 264, torch.float16, 0.3),
+        (25, 768, torch.bfloat16, 1 / 28),
+        (20, 200, torch.float32, 1.0),
+        (49, 264, torch.float16, 0.3),
+    ],
+    ids=str,
+)
+def test_depth_pool_by_cuda_in_every_dtype(count, width, dtype, scale, norm):
+    check_pool("cuda", count, width, dtype, norm, scale)
+
+
+@pytest.mark.usefixtures("many_sources")
+@pytest.mark.parametrize("count", [9, 25])
+def test_depth_pool_has_the_same_bits_in_every_run(count):
+    sources = [torch.randn(3000, 768, device="cuda").bfloat16() for _ in range(count)]
+    query, gain = torch.randn(768, device="cuda"), torch.rand(768, device="cuda")
+    leaves = [t.requires_grad_() for t in (*sources, query, gain)]
+    first = None
+    for _ in range(10):
+        h = depth_pool(sources, query, scale=0.1, norm_weight=gain, backend="cuda")
+        found = [h.detach(), *torch.autograd.grad(h.float().square().sum(), leaves)]
+        first = first or found
+        assert all(map(torch.equal, first, found))
 
 
 def test_the_statistics_that_are_saved_are_those_of_the_reference():

@@ -76,6 +76,13 @@ __device__ __forceinline__ void store(u64 to, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
+// Without a branch, so that what comes before and after can be mixed.
+__device__ __forceinline__ void store_if(bool wanted, u64 to, uint4 v) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
+                 "@wanted st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(u32(wanted)));
+}
+
 template <int THREADS> __device__ __forceinline__ void sync_some(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }

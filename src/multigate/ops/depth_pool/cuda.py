@@ -164,10 +164,11 @@ def _kernels(
     shared = what.dynamic_bytes(cut)
     if isinstance(what, Many):
         parts = ("many", f"{parts[0]}_many")
-        # One kernel for any number of sources and slots, which takes all the memory there is.
-        cut = replace(cut, slots=-(-what.width * what.itemsize // (512 * cut.warps)))
         needed, shared = shared, cuda.shared_memory(device) - many.STATIC
         assert needed <= shared, f"a cut needs {needed} bytes of shared memory, there are {shared}"
+        assert cut.slots >= what.groups, "a ring must have room for a token"
+        # One kernel for any number of sources and slots, which takes all the memory there is.
+        cut = replace(cut, slots=-(-what.width * what.itemsize // (512 * cut.warps)))
     return _compiled(device, parts, what.n, what.width, dtype, cut, norm, shared)
 
 

@@ -29,7 +29,8 @@ class Many:
     def team_bytes(self, warps: int, slots: int) -> int:
         """Shared memory of a team: its ring with the barriers, two sums and a term of each row."""
         extra = 16 + 8 * self.n if self.backward else 0
-        ring = slots * (self.n * self.width * self.itemsize + extra + 8)
+        rows = self.count if slots == self.groups else slots * self.n
+        ring = slots * (extra + 8) + rows * self.width * self.itemsize
         return ring + self.groups * self.n * (8 * warps + (16 if self.backward else 4))
 
     def dynamic_bytes(self, cut: Plan) -> int:
@@ -40,16 +41,14 @@ class Many:
 
 @functools.cache
 def plan(what: Many, shared: int = SHARED) -> Plan | None:
-    """Teams for eight warps, or more with room for half of the next token; None where none fits."""
+    """Teams for twelve warps, or as many as have room for a token; None where none has."""
     if what.count > MOST:
         return None
     chunks = -(-what.width * what.itemsize // 512)
     slabs = -(-chunks // 16)
     warps = -(-chunks // slabs)
-    for teams in range(min((16 if what.backward else 24) // warps, 15), 0, -1):
-        few = teams == 1 or teams * warps <= 8
-        least = what.groups if few else -(-3 * what.groups // 2)
-        for slots in range(2 * what.groups, least - 1, -1):
+    for teams in range(max(12 // warps, 1), 0, -1):
+        for slots in range(2 * what.groups, what.groups - 1, -1):
             cut = Plan(warps, teams, slots, hold=slabs == 1)
             if what.dynamic_bytes(cut) <= shared - STATIC:
                 return cut

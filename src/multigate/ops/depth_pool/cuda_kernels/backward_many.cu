@@ -7,7 +7,7 @@ struct __align__(16) Terms {
     float h, query, s, unused;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
     backward(const __grid_constant__ Sources sources, int count, int slots, u64 grad_h, const float *query,
              const float *gain, u64 saved, const __grid_constant__ Sources dsources, float *partials, long long tokens,
              float scale) {
@@ -18,23 +18,17 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member;
-    const int groups = (count + N - 1) / N;
-    char *rooms = memory + TEAMS * slots * TheRing::SLOT_BYTES, *end = rooms + TEAMS * TheRoom::bytes(groups);
+    const int groups = (count + N - 1) / N, bytes = TheRing::bytes(slots, count);
+    char *rooms = memory + TEAMS * bytes, *end = rooms + TEAMS * TheRoom::bytes(groups);
     TheRoom room(rooms + team * TheRoom::bytes(groups), groups);
-    TheRing ring = {memory + team * slots * TheRing::SLOT_BYTES,
-                    reinterpret_cast<u64 *>(end) + team * slots,
-                    slots,
-                    count,
-                    groups,
-                    place.first,
-                    0};
+    u64 *barriers = reinterpret_cast<u64 *>(end) + team * slots;
+    TheRing ring = {memory + team * bytes, barriers, slots, count, groups, place.first, 0};
     ring.init(warp, lane);
-    auto issue = [&](int slot) {
-        if (warp == 0 && ring.token < tokens)
-            ring.issue(slot, sources, saved, place.stride, lane);
-    };
-    for (int q = 0; q < slots; q++)
-        issue(q);
+    team_sync(team);
+    for (int q = 0; q < slots && ring.token < tokens; q++) {
+        ring.announce(q, member);
+        ring.issue(q, sources, saved, place);
+    }
 
     // The gradient of h comes past the ring: it is needed to the end of a token, when its first slots are free.
     uint4 ahead[SLABS];
@@ -47,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         }
     };
     look_ahead(place.first);
-    team_sync(team);
 
     float dquery[SLABS][CHUNK] = {}, dgain[SLABS][CHUNK] = {};
     const Weights query_weights(query, member), gain_weights(NORM ? gain : query, member);
@@ -78,56 +71,53 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         if (NORM)
             for (int group = 0; group < groups; group++) {
                 wait(ring.barriers + at, phase);
-                const int last = min(N, count - group * N) - 1;
-                const Kept kept = *ring.kept(at);
-                const float logit = ring.pair(at, min(place.stream, last)).y;
-                const float alpha = place.stream <= last ? quotient(expf(logit - kept.top), kept.total) : 0.0f;
-#pragma unroll
-                for (int j = 0; j < N; j++) {
+                const int rows = ring.rows_of(group);
+                const Kept kept = ring.kept(at);
+                const float logit = ring.pair(at, min(place.stream, rows - 1)).y;
+                const float alpha = quotient(expf(logit - kept.top), kept.total);
+                for_rows(rows, [&](int j) {
                     const float f = __shfl_sync(~0u, alpha, j);
 #pragma unroll
                     for (int slab = 0; slab < SLABS; slab++) {
                         const int c = slab * THREADS + member;
                         if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                             float s[CHUNK];
-                            unpack(ring.row(at, min(j, last))[c], s);
+                            unpack(ring.row(at, j)[c], s);
 #pragma unroll
                             for (int k = 0; k < CHUNK; k++)
                                 h[slab][k] += f * s[k];
                         }
                     }
-                }
+                });
                 ring.advance(at, phase);
             }
 
         at = slot, phase = parity;
         for (int group = 0; group < groups; group++) {
             wait(ring.barriers + at, phase);
-            const int last = min(N, count - group * N) - 1;
+            const int rows = ring.rows_of(group);
             float sums[power_of_two(SUMS * N)] = {};
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;
-                if (CHUNKS % THREADS == 0 || c < CHUNKS) {
-                    float s[CHUNK];
-#pragma unroll
-                    for (int j = 0; j < N; j++) {
-                        unpack(ring.row(at, min(j, last))[c], s);
+                if (CHUNKS % THREADS == 0 || c < CHUNKS)
+                    for_rows(rows, [&](int j) {
+                        float s[CHUNK];
+                        unpack(ring.row(at, j)[c], s);
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) {
                             sums[j] += gh[slab][k] * s[k];
                             if (NORM)
                                 sums[N + j] += h[slab][k] * s[k];
                         }
-                    }
-                }
+                    });
             }
             room.put(sums, group, warp, lane);
             ring.advance(at, phase);
         }
         team_sync(team);
 
-        const Kept kept = *ring.kept(slot);
+        const Kept kept = ring.kept(slot);
         float r[PER_LANE], logit[PER_LANE], alpha[PER_LANE], dalpha[PER_LANE];
         float along = 0.0f, heaviest = 0.0f;
 #pragma unroll
@@ -167,13 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) {
             const int i = 32 * k + lane;
-            if (k % WARPS == warp && i < groups * N) {
-                Terms f = {0.0f, 0.0f, 0.0f, 0.0f};
-                if (i < count) {
-                    const float dlogit = alpha[k] * (dalpha[k] - mean);
-                    f = {alpha[k], dlogit * scale * r[k], -dlogit * logit[k] * r[k] * r[k] * SCALE, 0.0f};
-                }
-                room.terms[i] = f;
+            if (k % WARPS == warp && i < count) {
+                const float dlogit = alpha[k] * (dalpha[k] - mean);
+                room.terms[i] = {alpha[k], dlogit * scale * r[k], -dlogit * logit[k] * r[k] * r[k] * SCALE, 0.0f};
             }
         }
         if (NORM) {
@@ -195,29 +181,34 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
 
         at = slot;
         for (int group = 0; group < groups; group++) {
-            const int last = min(N, count - group * N) - 1;
+            const int rows = ring.rows_of(group);
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;
+                const u64 offset = token * dsources.step + c * 16;
                 if (CHUNKS % THREADS == 0 || c < CHUNKS) {
-                    float w[CHUNK], s[CHUNK];
+                    float w[CHUNK];
                     query_weights.get(slab, c, w);
-#pragma unroll
-                    for (int j = 0; j < N; j++) {
+                    for_rows(rows, [&](int j) {
                         const Terms f = room.terms[group * N + j];
-                        unpack(ring.row(at, min(j, last))[c], s);
+                        const u64 to = dsources.at[group * N + j];
+                        float s[CHUNK];
+                        unpack(ring.row(at, j)[c], s);
 #pragma unroll
                         for (int k = 0; k < CHUNK; k++) {
                             dquery[slab][k] += f.query * s[k];
                             s[k] = f.h * gh[slab][k] + f.query * w[k] + f.s * s[k];
                         }
-                        if (dsources.at[group * N + j])
-                            store(dsources.at[group * N + j] + token * dsources.step + c * 16, pack(s));
-                    }
+                        store_if(to, to + offset, pack(s));
+                    });
                 }
             }
+            const bool more = ring.token < tokens;
+            if (more)
+                ring.announce(at, member);
             team_sync(team);
-            issue(at);
+            if (more)
+                ring.issue(at, sources, saved, place);
             ring.advance(at, parity);
         }
         slot = at;

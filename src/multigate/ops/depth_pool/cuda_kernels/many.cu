@@ -4,9 +4,10 @@
 // said at the launch, so that a model of any depth needs one kernel a pass. A token stays in shared memory from the first
 // sweep over it to the last. SUMS of each row are made by a warp as its group comes, and over the team when all have.
 
-constexpr int MOST = 128;          // sources
+constexpr int MOST = 128;           // sources
 constexpr int PER_LANE = MOST / 32; // sources of which a lane makes the coefficients
 constexpr int ROW_BYTES = C * BYTES;
+static_assert(N % 4 == 0 && MOST % N == 0 && 2 * N <= 32, "groups must be aligned, and a warp have a lane for each sum");
 
 struct Sources {
     u64 at[MOST];
@@ -14,7 +15,7 @@ struct Sources {
 };
 
 // Float32 numbers kept for a token: these four, then (1 / rms, logit) of each source, then zeros.
-struct Kept {
+struct __align__(16) Kept {
     float r_h, top, total, unused;
 };
 
@@ -69,56 +70,80 @@ template <int SUMS, class TERM> struct Room {
     }
 };
 
-// A team's ring of groups. Group q of all that it will see is in slot q % slots.
+// body(j) for each row of a group; a whole group without a branch between.
+template <class Body> __device__ __forceinline__ void for_rows(int rows, Body body) {
+    if (rows == N) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            body(j);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < rows)
+                body(j);
+    }
+}
+
+// A team's ring of groups. Group q of all that it will see is in slot q % slots. With a slot for each group of a token the
+// last slot has room for the rows that are left, and no more.
 template <int EXTRA> struct Groups {
-    static constexpr int SLOT_BYTES = N * ROW_BYTES + EXTRA;
+    static constexpr int SLOT_BYTES = EXTRA + N * ROW_BYTES;
     char *memory;
     u64 *barriers;
     int slots, count, groups;
     long long token; // of the next group to be asked for
     int group;
 
-    // The warp that issues the copies makes the barriers; the others may wait on them from the team's next sync on.
+    __device__ __forceinline__ static int bytes(int slots, int count) {
+        const int unused = slots * N - count;
+        return slots * SLOT_BYTES - (unused < N ? unused * ROW_BYTES : 0);
+    }
+
+    // By the first warp; the others may use the barriers from the team's next sync on.
     __device__ __forceinline__ void init(int warp, int lane) {
         if (warp == 0) {
             for (int slot = lane; slot < slots; slot += 32)
                 make_barrier(barriers + slot);
             fence_barriers();
-            __syncwarp();
         }
     }
 
-    // Ask for the next group; by the first warp.
-    __device__ __forceinline__ void issue(int slot, const Sources &sources, u64 saved, long long stride, int lane) {
-        const int first = group * N, rows = min(N, count - first);
-        const u32 extra = EXTRA ? 16 + (rows + 1) / 2 * 16 : 0;
-        if (lane == 0)
-            arrive_expecting(barriers + slot, rows * ROW_BYTES + extra);
-        __syncwarp();
-        if (lane < rows)
-            bulk_copy(row(slot, lane), sources.at[first + lane] + token * sources.step, ROW_BYTES, barriers + slot);
-        if (EXTRA && lane == 31) {
+    __device__ __forceinline__ int rows_of(int which) const { return min(N, count - which * N); }
+
+    __device__ __forceinline__ static u32 extra_bytes(int rows) { return EXTRA ? 16 + (rows + 1) / 2 * 16 : 0; }
+
+    // Say what will come into a slot; its readers may still be at work.
+    __device__ __forceinline__ void announce(int slot, int member) const {
+        const int rows = rows_of(group);
+        if (member == 0)
+            arrive_expecting(barriers + slot, rows * ROW_BYTES + extra_bytes(rows));
+    }
+
+    // Ask for it, each warp for some of its rows, and go on to the next group.
+    __device__ __forceinline__ void issue(int slot, const Sources &sources, u64 saved, const Place &place) {
+        const int first = group * N, rows = rows_of(group), r = place.lane * WARPS + place.warp;
+        if (r < rows)
+            bulk_copy(row(slot, r), sources.at[first + r] + token * sources.step, ROW_BYTES, barriers + slot);
+        if (EXTRA && place.warp == WARPS - 1 && place.lane == 31) {
             const u64 kept = saved + token * saved_numbers(count) * 4;
-            bulk_copy(extra_of(slot), kept, 16, barriers + slot);
-            bulk_copy(extra_of(slot) + 16, kept + 16 + first * 8, extra - 16, barriers + slot);
+            bulk_copy(extra(slot), kept, 16, barriers + slot);
+            bulk_copy(extra(slot) + 16, kept + 16 + first * 8, extra_bytes(rows) - 16, barriers + slot);
         }
         if (++group == groups)
-            group = 0, token += stride;
+            group = 0, token += place.stride;
     }
+
+    __device__ __forceinline__ char *extra(int slot) const { return memory + slot * SLOT_BYTES; }
 
     __device__ __forceinline__ uint4 *row(int slot, int r) const {
-        return reinterpret_cast<uint4 *>(memory + slot * SLOT_BYTES + r * ROW_BYTES);
+        return reinterpret_cast<uint4 *>(extra(slot) + EXTRA + r * ROW_BYTES);
     }
 
-    __device__ __forceinline__ char *extra_of(int slot) const { return memory + slot * SLOT_BYTES + N * ROW_BYTES; }
-
-    __device__ __forceinline__ const Kept *kept(int slot) const {
-        return reinterpret_cast<const Kept *>(extra_of(slot));
-    }
+    __device__ __forceinline__ Kept kept(int slot) const { return *reinterpret_cast<const Kept *>(extra(slot)); }
 
     // (1 / rms, logit) of row r of a slot.
     __device__ __forceinline__ float2 pair(int slot, int r) const {
-        return reinterpret_cast<const float2 *>(extra_of(slot) + 16)[r];
+        return reinterpret_cast<const float2 *>(extra(slot) + 16)[r];
     }
 
     __device__ __forceinline__ void advance(int &slot, u32 &parity) const {
