@@ -14,7 +14,7 @@ from multigate.ops import nvrtc
 from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan
 from multigate.ops.depth_pool import cuda as depth
-from multigate.ops.depth_pool import many
+from multigate.ops.depth_pool import few, many
 from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.many import Many
 from multigate.ops.depth_pool.op import fused
@@ -336,7 +336,7 @@ def test_every_cut_of_a_pool_of_many(emulated, slots):
 
 def test_a_pool_of_many_is_the_pool_of_few(emulated, monkeypatch):
     """The same rules for all numbers of sources, down to one."""
-    monkeypatch.setattr(depth, "FEW", 0)
+    monkeypatch.setattr(few, "MOST", 0)
     for count, kind in ((1, "plain"), (4, "equal"), (20, "equal")):
         *_, dquery = check_pool(7, count, 64, torch.float32, False, kind=kind)
         assert dquery.abs().max() == 0
@@ -363,7 +363,7 @@ def test_cuts_of_a_pool_of_many_fit():
         for width in (8, 256, 384, 768, 1024, 1280, 2048, 4096):
             for itemsize, backward in ((2, False), (2, True), (4, False), (4, True)):
                 what = Many(count, width, itemsize, backward)
-                cut = many.plan(what)
+                cut = what.plan()
                 fits = 8 * what.groups * (width * itemsize + 16) < launch.SHARED - 16 * 1024
                 assert cut is not None or not fits
                 if cut is not None:
@@ -372,7 +372,7 @@ def test_cuts_of_a_pool_of_many_fit():
                     assert cut.teams <= 15
                     assert 32 * cut.teams * cut.warps <= (512 if backward else 768)
                     assert cut.warps * 512 >= width * itemsize or not cut.hold
-    assert many.plan(Many(129, 64, 2, False)) is None
+    assert Many(129, 64, 2, False).plan() is None
 
 
 def test_one_source_and_equal_sources_do_not_move_the_query(emulated):

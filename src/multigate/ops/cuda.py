@@ -147,7 +147,8 @@ def multiprocessors(device: torch.device) -> int:
 def source(folder: Path, *parts: str) -> str:
     """What all kernels share, then an op's own parts, of which the last is the pass itself."""
     everybody = Path(__file__).with_name("cuda_kernels")
-    common = ["machine", "team", *(["finish"] if parts[-1].startswith("backward") else [])]
+    ends = {"forward": ["pooled"], "backward": ["finish"]}
+    common = ["machine", "team", *ends.get(parts[-1].removesuffix("_many"), [])]
     files = [*(everybody / f"{c}.cu" for c in common), *(folder / f"{p}.cu" for p in parts)]
     return "".join(file.read_text() for file in files)
 

@@ -1,38 +1,30 @@
-"""Pooling over sources by CUDA kernels, for Hopper and later.
-
-Those for few sources are compiled for their number, and have all rows of a token in one slot of
-their ring; those for many (many.cu) are told the number.
-"""
+"""Pooling over sources by CUDA kernels, for Hopper and later; `few` and `many` are two kinds."""
 
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from multigate.ops import cuda, nvrtc
-from multigate.ops.cuda import Plan, Problem, pointer
+from multigate.ops.cuda import Plan, pointer
 
-from . import many
+from . import few
+from .few import Few
 from .many import Many
 from .plan import saved_rows
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
-MOST_SOURCES = 16
+MOST_SOURCES = few.MOST
 """That `takes` agrees to. The kernels for many have not run on a GPU yet."""
-FEW = 16
 TAKES = f"cuda takes up to {MOST_SOURCES} sources, in rows of whole 16 bytes that fit on the chip"
 
 
-def problem(count: int, width: int, itemsize: int, backward: bool) -> Problem | Many:
-    if count > FEW:
-        return Many(count, width, itemsize, backward)
-    if not backward:
-        return Problem(count, width, itemsize, count, 2 * count, False)
-    return Problem(count, width, itemsize, count + 1, 2 * count, True, saved_rows(count))
+def problem(count: int, width: int, itemsize: int, backward: bool) -> Few | Many:
+    made = few.few if count <= few.MOST else Many
+    return made(count, width, itemsize, backward)
 
 
 def takes(sources: Sequence[Tensor]) -> bool:
@@ -44,22 +36,7 @@ def takes(sources: Sequence[Tensor]) -> bool:
     if len(sources) > MOST_SOURCES or not cuda.suits(first.dtype, first.shape[1]):
         return False
     largest = problem(len(sources), first.shape[1], first.element_size(), True)
-    return plan_on(first.device, largest) is not None
-
-
-def plan_on(device: torch.device, what: Problem | Many) -> Plan | None:
-    if isinstance(what, Many):
-        return many.plan(what, cuda.shared_memory(device))
-    return cuda.plan_on(device, what)
-
-
-def addresses(tensors: Sequence[Tensor | None], what: Problem | Many) -> ctypes.Structure:
-    return cuda.rows(tensors, many.MOST if isinstance(what, Many) else 0)
-
-
-def numbers(what: Problem | Many, cut: Plan) -> list[ctypes.c_int]:
-    """What a kernel is told that was not compiled for it."""
-    return [ctypes.c_int(what.count), ctypes.c_int(cut.slots)] if isinstance(what, Many) else []
+    return largest.plan(cuda.shared_memory(first.device)) is not None
 
 
 def forward(
@@ -79,13 +56,13 @@ def forward(
     if tokens == 0:
         return h, saved
     what = problem(len(sources), width, first.element_size(), False)
-    cut = cut or plan_on(first.device, what)
+    cut = cut or what.plan(cuda.shared_memory(first.device))
     assert cut is not None, "takes() has refused what does not fit"
     kernel, _ = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     weights = cuda.weights(query, norm_weight)
     arguments = [
-        addresses(sources, what),
-        *numbers(what, cut),
+        cuda.rows(sources, what.room),
+        *what.told(cut),
         *map(pointer, (*weights, h, saved)),
         ctypes.c_int64(tokens),
         ctypes.c_float(scale),
@@ -135,7 +112,7 @@ def _backward(
     first = sources[0]
     tokens, width = first.shape
     what = problem(len(sources), width, first.element_size(), True)
-    cut = cut or plan_on(first.device, what)
+    cut = cut or what.plan(cuda.shared_memory(first.device))
     assert cut is not None, "takes() has refused what does not fit"
     kernel, finish = _kernels(first.device, what, first.dtype, cut, norm_weight is not None)
     blocks = cuda.blocks(tokens, first.device)
@@ -144,10 +121,10 @@ def _backward(
     # Copies must live until the launch: they have names.
     ready, weights = cuda.ready(grad_h), cuda.weights(query, norm_weight)
     arguments = [
-        addresses(sources, what),
-        *numbers(what, cut),
+        cuda.rows(sources, what.room),
+        *what.told(cut),
         *map(pointer, (ready, *weights, saved)),
-        addresses(grads, what),
+        cuda.rows(grads, what.room),
         pointer(partials),
         ctypes.c_int64(tokens),
         ctypes.c_float(scale),
@@ -157,19 +134,11 @@ def _backward(
 
 
 def _kernels(
-    device: torch.device, what: Problem | Many, dtype: torch.dtype, cut: Plan, norm: bool
+    device: torch.device, what: Few | Many, dtype: torch.dtype, cut: Plan, norm: bool
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     """The kernel of a pass, and the one that adds up its weight gradients."""
-    parts: tuple[str, ...] = ("backward" if what.backward else "forward",)
-    shared = what.dynamic_bytes(cut)
-    if isinstance(what, Many):
-        parts = ("many", f"{parts[0]}_many")
-        needed, shared = shared, cuda.shared_memory(device) - many.STATIC
-        assert needed <= shared, f"a cut needs {needed} bytes of shared memory, there are {shared}"
-        assert cut.slots >= what.groups, "a ring must have room for a token"
-        # One kernel for any number of sources and slots, which takes all the memory there is.
-        cut = replace(cut, slots=-(-what.width * what.itemsize // (512 * cut.warps)))
-    return _compiled(device, parts, what.n, what.width, dtype, cut, norm, shared)
+    compiled = what.compiled(cut, cuda.shared_memory(device))
+    return _compiled(device, what.parts, what.n, what.width, dtype, norm, *compiled)
 
 
 @functools.cache
@@ -179,8 +148,8 @@ def _compiled(
     n: int,
     width: int,
     dtype: torch.dtype,
-    cut: Plan,
     norm: bool,
+    cut: Plan,
     shared: int,
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
     text = cuda.source(FOLDER, *parts)

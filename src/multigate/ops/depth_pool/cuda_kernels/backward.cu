@@ -1,7 +1,6 @@
-// The backward pass of depth_pool; after finish.cu.
+// The backward pass of depth_pool; after gradients.cu.
 
 constexpr int SAVED = (2 * N + 6) / 4 * 4; // as in forward.cu
-constexpr int PARTIAL = (1 + NORM) * C;    // one row a block: the sums over its tokens of dquery and, with the norm, dgain
 
 // The coefficients of source i in the second sweep, in the order of the terms they multiply.
 struct Terms {
@@ -160,11 +159,5 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         slot = at;
     }
 
-    __syncthreads(); // the rings are free: their memory takes the sums of each team
-    float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * PARTIAL;
-    put_row(mine, dquery, member);
-    if (NORM)
-        put_row(mine + C, dgain, member);
-    __syncthreads();
-    add_teams(sums, PARTIAL, partials + (long long)blockIdx.x * PARTIAL);
+    write_partials(memory, dquery, dgain, place, partials);
 }

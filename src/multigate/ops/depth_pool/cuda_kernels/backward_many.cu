@@ -1,6 +1,4 @@
-// The backward pass of depth_pool over any number of sources; after finish.cu and many.cu.
-
-constexpr int PARTIAL = (1 + NORM) * C; // one row a block: the sums over its tokens of dquery and, with the norm, dgain
+// The backward pass of depth_pool over any number of sources; after many.cu and gradients.cu.
 
 // The coefficients of a source in the last sweep, in the order of the terms they multiply.
 struct __align__(16) Terms {
@@ -12,23 +10,14 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
              const float *gain, u64 saved, const __grid_constant__ Sources dsources, float *partials, long long tokens,
              float scale) {
     constexpr int SUMS = 1 + NORM;
-    typedef Groups<16 + 8 * N> TheRing;
-    typedef Room<SUMS, Terms> TheRoom;
     DYNAMIC_SHARED(memory);
 
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member;
-    const int groups = (count + N - 1) / N, bytes = TheRing::bytes(slots, count);
-    char *rooms = memory + TEAMS * bytes, *end = rooms + TEAMS * TheRoom::bytes(groups);
-    TheRoom room(rooms + team * TheRoom::bytes(groups), groups);
-    u64 *barriers = reinterpret_cast<u64 *>(end) + team * slots;
-    TheRing ring = {memory + team * bytes, barriers, slots, count, groups, place.first, 0};
-    ring.init(warp, lane);
-    team_sync(team);
-    for (int q = 0; q < slots && ring.token < tokens; q++) {
-        ring.announce(q, member);
-        ring.issue(q, sources, saved, place);
-    }
+    Groups<16 + 8 * N> ring(memory, place, sources, saved, slots, count, tokens);
+    Room<SUMS, Terms> room(ring.end, ring.groups, team);
+    const int groups = ring.groups;
+    ring.start();
 
     // The gradient of h comes past the ring: it is needed to the end of a token, when its first slots are free.
     uint4 ahead[SLABS];
@@ -203,22 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                     });
                 }
             }
-            const bool more = ring.token < tokens;
-            if (more)
-                ring.announce(at, member);
-            team_sync(team);
-            if (more)
-                ring.issue(at, sources, saved, place);
+            ring.release(at);
             ring.advance(at, parity);
         }
         slot = at;
     }
 
-    __syncthreads(); // the rings are free: their memory takes the sums of each team
-    float *sums = reinterpret_cast<float *>(memory), *mine = sums + team * PARTIAL;
-    put_row(mine, dquery, member);
-    if (NORM)
-        put_row(mine + C, dgain, member);
-    __syncthreads();
-    add_teams(sums, PARTIAL, partials + (long long)blockIdx.x * PARTIAL);
+    write_partials(ring.rings, dquery, dgain, place, partials);
 }

@@ -102,20 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         slot = at;
 
         const float r_h = NORM ? rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps) : 0.0f;
-#pragma unroll
-        for (int slab = 0; slab < SLABS; slab++) {
-            const int c = slab * THREADS + member;
-            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
-                if (NORM) {
-                    float g[CHUNK];
-                    load_weights(gain, c, g);
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++)
-                        pooled[slab][k] *= r_h * g[k];
-                }
-                store(h_row + c * 16, pack(pooled[slab]));
-            }
-        }
+        store_pooled(h_row, pooled, r_h, gain, member);
         if (warp == 0) {
             float *row = saved + token * SAVED;
             if (lane < N)

@@ -3,24 +3,15 @@
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
     forward(const __grid_constant__ Sources sources, int count, int slots, const float *query, const float *gain, u64 h,
             float *saved, long long tokens, float scale, float eps) {
-    typedef Groups<0> TheRing;
-    typedef Room<2, float> TheRoom;
     DYNAMIC_SHARED(memory);
     __shared__ float square[TEAMS][WARPS];
 
     const Place place;
     const int team = place.team, warp = place.warp, lane = place.lane, member = place.member;
-    const int groups = (count + N - 1) / N, numbers = saved_numbers(count), bytes = TheRing::bytes(slots, count);
-    char *rooms = memory + TEAMS * bytes, *end = rooms + TEAMS * TheRoom::bytes(groups);
-    TheRoom room(rooms + team * TheRoom::bytes(groups), groups);
-    u64 *barriers = reinterpret_cast<u64 *>(end) + team * slots;
-    TheRing ring = {memory + team * bytes, barriers, slots, count, groups, place.first, 0};
-    ring.init(warp, lane);
-    team_sync(team);
-    for (int q = 0; q < slots && ring.token < tokens; q++) {
-        ring.announce(q, member);
-        ring.issue(q, sources, 0, place);
-    }
+    Groups<0> ring(memory, place, sources, 0, slots, count, tokens);
+    Room<2, float> room(ring.end, ring.groups, team);
+    const int groups = ring.groups, numbers = saved_numbers(count);
+    ring.start();
 
     const Weights query_weights(query, member);
     int slot = 0;
@@ -99,12 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                             pooled[slab][k] = fmaf(f, s[k], pooled[slab][k]);
                     });
             }
-            const bool more = ring.token < tokens;
-            if (more)
-                ring.announce(at, member);
-            team_sync(team);
-            if (more)
-                ring.issue(at, sources, 0, place);
+            ring.release(at);
             ring.advance(at, parity);
         }
         slot = at;
@@ -117,21 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                     hh += pooled[slab][k] * pooled[slab][k];
         }
         const float r_h = NORM ? __frsqrt_rn(over_team(hh, square[team], team, warp) * SCALE + eps) : 0.0f;
-        const u64 h_row = h + token * ROW_BYTES;
-#pragma unroll
-        for (int slab = 0; slab < SLABS; slab++) {
-            const int c = slab * THREADS + member;
-            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
-                if (NORM) {
-                    float g[CHUNK];
-                    load_weights(gain, c, g);
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++)
-                        pooled[slab][k] *= r_h * g[k];
-                }
-                store(h_row + c * 16, pack(pooled[slab]));
-            }
-        }
+        store_pooled(h + token * ROW_BYTES, pooled, r_h, gain, member);
         if (warp == 0 && lane == 0)
             *reinterpret_cast<Kept *>(saved + token * numbers) = {r_h, top, total, 0.0f};
     }

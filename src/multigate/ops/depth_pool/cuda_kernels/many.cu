@@ -40,13 +40,12 @@ template <int SUMS, class TERM> struct Room {
     float *sums;
     TERM *terms;
 
-    __device__ __forceinline__ static int bytes(int groups) {
-        return groups * (WARPS * SUMS * N * 4 + N * int(sizeof(TERM)));
+    // In the memory after the rings.
+    __device__ __forceinline__ Room(char *memory, int groups, int team) {
+        const int of_sums = groups * WARPS * SUMS * N * 4, of_terms = groups * N * int(sizeof(TERM));
+        memory += team * (of_sums + of_terms);
+        sums = reinterpret_cast<float *>(memory), terms = reinterpret_cast<TERM *>(memory + of_sums);
     }
-
-    __device__ __forceinline__ Room(char *memory, int groups)
-        : sums(reinterpret_cast<float *>(memory)),
-          terms(reinterpret_cast<TERM *>(memory + groups * WARPS * SUMS * N * 4)) {}
 
     // Sum k of row j of a group is values[k * N + j] of each thread.
     __device__ __forceinline__ void put(float *values, int group, int warp, int lane) {
@@ -85,27 +84,53 @@ template <class Body> __device__ __forceinline__ void for_rows(int rows, Body bo
 }
 
 // A team's ring of groups. Group q of all that it will see is in slot q % slots. With a slot for each group of a token the
-// last slot has room for the rows that are left, and no more.
+// last slot has room for the rows that are left, and no more. The rings of a block come after the barriers of all of them.
 template <int EXTRA> struct Groups {
     static constexpr int SLOT_BYTES = EXTRA + N * ROW_BYTES;
-    char *memory;
+    const Place &place;
+    const Sources &sources;
+    const u64 saved; // what EXTRA takes from
+    const int slots, count, groups;
+    const long long tokens;
+    char *rings, *memory, *end; // where those of the block begin, this one, and where they end
     u64 *barriers;
-    int slots, count, groups;
     long long token; // of the next group to be asked for
-    int group;
+    int group = 0;
 
-    __device__ __forceinline__ static int bytes(int slots, int count) {
-        const int unused = slots * N - count;
-        return slots * SLOT_BYTES - (unused < N ? unused * ROW_BYTES : 0);
+    __device__ __forceinline__ Groups(char *shared, const Place &place, const Sources &sources, u64 saved, int slots,
+                                      int count, long long tokens)
+        : place(place), sources(sources), saved(saved), slots(slots), count(count), groups((count + N - 1) / N),
+          tokens(tokens), token(place.first) {
+        const int unused = slots * N - count, in_a_row = (slots + 1) / 2 * 2;
+        const int bytes = slots * SLOT_BYTES - (unused < N ? unused * ROW_BYTES : 0);
+        barriers = reinterpret_cast<u64 *>(shared) + place.team * in_a_row;
+        rings = shared + TEAMS * in_a_row * 8;
+        memory = rings + place.team * bytes;
+        end = rings + TEAMS * bytes;
     }
 
-    // By the first warp; the others may use the barriers from the team's next sync on.
-    __device__ __forceinline__ void init(int warp, int lane) {
-        if (warp == 0) {
-            for (int slot = lane; slot < slots; slot += 32)
+    // The first warp makes the barriers, and every slot is asked for.
+    __device__ __forceinline__ void start() {
+        if (place.warp == 0) {
+            for (int slot = place.lane; slot < slots; slot += 32)
                 make_barrier(barriers + slot);
             fence_barriers();
         }
+        team_sync(place.team);
+        for (int slot = 0; slot < slots && token < tokens; slot++) {
+            announce(slot);
+            issue(slot);
+        }
+    }
+
+    // When a thread is done with a slot: it goes on when the team is, and the slot is asked for anew.
+    __device__ __forceinline__ void release(int slot) {
+        const bool more = token < tokens;
+        if (more)
+            announce(slot);
+        team_sync(place.team);
+        if (more)
+            issue(slot);
     }
 
     __device__ __forceinline__ int rows_of(int which) const { return min(N, count - which * N); }
@@ -113,14 +138,14 @@ template <int EXTRA> struct Groups {
     __device__ __forceinline__ static u32 extra_bytes(int rows) { return EXTRA ? 16 + (rows + 1) / 2 * 16 : 0; }
 
     // Say what will come into a slot; its readers may still be at work.
-    __device__ __forceinline__ void announce(int slot, int member) const {
+    __device__ __forceinline__ void announce(int slot) const {
         const int rows = rows_of(group);
-        if (member == 0)
+        if (place.member == 0)
             arrive_expecting(barriers + slot, rows * ROW_BYTES + extra_bytes(rows));
     }
 
     // Ask for it, each warp for some of its rows, and go on to the next group.
-    __device__ __forceinline__ void issue(int slot, const Sources &sources, u64 saved, const Place &place) {
+    __device__ __forceinline__ void issue(int slot) {
         const int first = group * N, rows = rows_of(group), r = place.lane * WARPS + place.warp;
         if (r < rows)
             bulk_copy(row(slot, r), sources.at[first + r] + token * sources.step, ROW_BYTES, barriers + slot);

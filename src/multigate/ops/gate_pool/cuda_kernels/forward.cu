@@ -196,18 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
         float r = 0.0f;
         if (NORM) {
             r = rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps);
-#pragma unroll
-            for (int slab = 0; slab < SLABS; slab++) {
-                const int c = slab * THREADS + member;
-                if (CHUNKS % THREADS == 0 || c < CHUNKS) {
-                    float g[CHUNK];
-                    load_weights(gain, c, g);
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++)
-                        pooled[slab][k] *= r * g[k];
-                    store(h_row + c * 16, pack(pooled[slab]));
-                }
-            }
+            store_pooled(h_row, pooled, r, gain, member);
         }
         if (warp == 0) {
             float *line = saved + token * SAVED;
