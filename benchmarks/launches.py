@@ -3,9 +3,9 @@
     python benchmarks/launches.py --backend triton --streams 4 8 --widths 768 1024 --best 5
 
 Triton: warps, tokens a program, registers, one program for every block of tokens or a few that
-stay, and tokens kept on the chip or read twice. CUDA, forward: the ring that is used, and teams of
-fewer or more warps without one. Prints the fastest beside the one that is used. The kernels are
-compiled on all cores.
+stay, and tokens kept on the chip or read twice. CUDA, forward: teams of fewer or more warps
+without a ring. Prints the fastest beside the one that is used. The kernels are compiled on all
+cores.
 """
 
 import argparse
@@ -60,13 +60,13 @@ def cuda_cuts(n, width):
     """Without a ring."""
     needed = -(-2 * width // 512)
     seen = set()
-    for slabs, teams, room, hold in product(SLABS, TEAMS, ROOM, (False, True)):
+    for slabs, teams, room in product(SLABS, TEAMS, ROOM):
         warps = -(-needed // slabs)
         resident = min(32, 65536 // (room * 32 * warps * teams))
-        # What is held takes 4 registers a chunk, and so much again what is made of it.
-        if warps * teams > 16 or not resident or (hold and 4 * slabs * (n + 1) > room - 40):
+        # A chunk of a row takes 4 registers.
+        if warps * teams > 16 or not resident or 4 * slabs * (n + 1) > room - 40:
             continue
-        cut = Plan(warps, teams, 0, hold, resident)
+        cut = Plan(warps, teams, 0, False, resident)
         if cut not in seen:
             seen.add(cut)
             yield cut

@@ -57,7 +57,6 @@ template <class T> T __ldg(const T *p) {
     check_aligned((u64)p, sizeof(T));
     return *p;
 }
-inline uint4 load_again(u64 from) { return __ldg((const uint4 *)from); }
 inline float __frsqrt_rn(float x) { return (float)(1.0 / std::sqrt((double)x)); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }

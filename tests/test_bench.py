@@ -614,7 +614,7 @@ def test_the_launches_that_are_tried():
     for n, width in ((4, 768), (8, 4096)):
         first, *others = candidates("cuda", "forward", n, width)
         assert first is None
-        assert len(set(others)) == len(others) > 20
+        assert len(set(others)) == len(others) > 5
         assert all(32 * cut.warps * cut.teams * cut.resident <= 2048 for cut in others)
         assert not any(cut.slots for cut in others)
 

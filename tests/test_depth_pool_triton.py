@@ -122,8 +122,8 @@ def test_magnitudes(m, size):
 
 @pytest.mark.parametrize("m", [2, 10])
 def test_one_source_with_nearly_all_the_weight(m):
-    """Logits of about 30: a float32 logit alone carries some 30 roundings into the weights."""
-    Problem(m, (64,), 48, sharpness=40.0).check(roundings=64)
+    """Logits of up to 100: in float32 they are off by 1.5e-5, which weights of a tie show whole."""
+    Problem(m, (64,), 48, sharpness=40.0).check(roundings=256)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])

@@ -6,7 +6,6 @@ import torch
 import multigate as mg
 from multigate.ops import depth_pool, gate_pool
 from multigate.ops.depth_pool import cuda as depth_pool_cuda
-from multigate.ops.depth_pool import many
 from multigate.ops.gate_pool import cuda, reference
 
 pytestmark = pytest.mark.gpu
@@ -272,18 +271,11 @@ def check_pool(kernel, count, width, dtype, norm, scale):
         assert error(b, e) <= 1.1 * error(a, e) + 2e-6
 
 
-@pytest.fixture
-def many_sources(monkeypatch):
-    monkeypatch.setattr(depth_pool_cuda, "MOST_SOURCES", many.MOST)
-
-
-@pytest.mark.usefixtures("many_sources")
 @pytest.mark.parametrize(("kernel", "count", "width"), POOLS)
 def test_depth_pool_at_the_sizes_of_the_paper(kernel, count, width):
     check_pool(kernel, count, width, torch.bfloat16, norm=True, scale=0.05)
 
 
-@pytest.mark.usefixtures("many_sources")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("count", "width", "dtype", "scale"),
@@ -300,7 +292,6 @@ def test_depth_pool_by_cuda_in_every_dtype(count, width, dtype, scale, norm):
     check_pool("cuda", count, width, dtype, norm, scale)
 
 
-@pytest.mark.usefixtures("many_sources")
 @pytest.mark.parametrize("count", [9, 25])
 def test_depth_pool_has_the_same_bits_in_every_run(count):
     sources = [torch.randn(3000, 768, device="cuda").bfloat16() for _ in range(count)]

@@ -25,7 +25,7 @@ class Plan:
     warps: int
     teams: int
     slots: int
-    """0: no ring, which the forward step takes; then a team has one token, and ends."""
+    """0: no ring, which the forward step can do without: a team has one token, and ends."""
     hold: bool
     resident: int = 1
     """Blocks that a multiprocessor should have room for, which bounds the registers of a thread."""
@@ -67,16 +67,17 @@ class Problem:
 
 
 @functools.cache
-def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
+def plan(problem: Problem, shared: int = SHARED, warps: int | None = None) -> Plan | None:
     """A cut that was fast on an H200; None where a token does not fit into `shared` bytes.
 
-    A thread has one chunk of a row where there are registers for that many warps.
+    A thread has one chunk of a row where there are registers for that many warps, or as many as
+    teams of so many `warps` need.
     """
     p = problem
     most = 16 if not p.backward or p.n <= 4 else 12 if p.n <= 8 else 8
     needed = -(-p.width * p.itemsize // 512)
-    slabs = -(-needed // most)
-    warps = -(-needed // slabs)
+    slabs = -(-needed // (warps or most))
+    warps = warps or -(-needed // slabs)
     token = slabs * p.slot_bytes(warps)
     if p.backward:
         teams = min(most // warps, 15)
@@ -97,9 +98,9 @@ def plan(problem: Problem, shared: int = SHARED) -> Plan | None:
     return None
 
 
-def plan_on(device: torch.device, problem: Problem) -> Plan | None:
+def plan_on(device: torch.device, problem: Problem, warps: int | None = None) -> Plan | None:
     """`plan` for the shared memory that a device has."""
-    return plan(problem, shared_memory(device))
+    return plan(problem, shared_memory(device), warps)
 
 
 @functools.cache

@@ -64,13 +64,6 @@ __device__ __forceinline__ void look_again() { asm volatile("" ::: "memory"); }
 // What threads have written to shared memory is done before later copies into it.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A load that the compiler may not merge with an earlier one of the same address.
-__device__ __forceinline__ uint4 load_again(u64 from) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
-}
-
 // No kernel reads what it writes, so the compiler may move loads across a store: no "memory" here.
 __device__ __forceinline__ void store(u64 to, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));

@@ -4,12 +4,12 @@
 // copies, several tokens ahead; a first sweep over them makes every dot product that is needed, one reduction turns
 // these into coefficients, and a second sweep writes the results. Device memory is read once and written once.
 //
-// A forward pass can do without the ring (SLOTS 0): a team is given one token, reads it into registers, and ends. What it
-// reads twice, the second time is in a cache.
+// The forward step can do without the ring (SLOTS 0): a team is given one token, reads it into registers, and ends. The
+// multiprocessors, which are not equally fast, then take as many tokens as they can.
 //
 // Set by the caller (see ../cuda.py): N streams or sources, C width, DTYPE (0 bfloat16, 1 float16, 2 float32) of rows,
-// NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (with a ring,
-// weights stay in registers over all tokens; without, rows from the first sweep to the second), RESIDENT blocks at once.
+// NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (weights
+// stay in registers over all tokens), RESIDENT blocks at once.
 
 constexpr int BYTES = DTYPE == 2 ? 4 : 2;
 constexpr int CHUNK = 16 / BYTES;                        // numbers in the 16 bytes a thread moves at once
@@ -66,12 +66,11 @@ __device__ __forceinline__ void load_weights(const float *w, int chunk, float *v
 
 // Weights that stay in registers over all tokens (HOLD), or are read again through the cache.
 struct Weights {
-    static constexpr bool HELD = RING && HOLD;
     const float *from;
-    float held[HELD ? SLABS : 1][CHUNK];
+    float held[HOLD ? SLABS : 1][CHUNK];
 
     __device__ __forceinline__ Weights(const float *w, int member) : from(w) {
-        if (HELD) {
+        if (HOLD) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;
@@ -88,7 +87,7 @@ struct Weights {
     }
 
     __device__ __forceinline__ void get(int slab, int chunk, float *v) const {
-        if (HELD) {
+        if (HOLD) {
 #pragma unroll
             for (int k = 0; k < CHUNK; k++)
                 v[k] = held[slab][k];

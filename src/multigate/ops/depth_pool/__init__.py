@@ -28,7 +28,7 @@ def depth_pool(
 
     The values are the raw sources; only the keys are normalised, without a weight (a key gain is
     multiplied into `query` by the caller). With `norm_weight` [D] the result is RMSNorm(h) *
-    norm_weight. `backend`: "torch" is the reference, "triton" and "cuda" (up to 16 sources) are
+    norm_weight. `backend`: "torch" is the reference, "triton" and "cuda" (up to 128 sources) are
     fused kernels, "auto" takes one that can run; see `multigate.ops.backend`.
     """
     if not sources:

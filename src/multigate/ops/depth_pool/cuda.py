@@ -11,15 +11,13 @@ from torch import Tensor
 from multigate.ops import cuda, nvrtc
 from multigate.ops.cuda import Plan, pointer
 
-from . import few
+from . import few, many
 from .few import Few
 from .many import Many
 from .plan import saved_rows
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
-MOST_SOURCES = few.MOST
-"""That `takes` agrees to. The kernels for many have not run on a GPU yet."""
-TAKES = f"cuda takes up to {MOST_SOURCES} sources, in rows of whole 16 bytes that fit on the chip"
+TAKES = f"cuda takes up to {many.MOST} sources, in rows of whole 16 bytes that fit on the chip"
 
 
 def problem(count: int, width: int, itemsize: int, backward: bool) -> Few | Many:
@@ -33,7 +31,7 @@ def takes(sources: Sequence[Tensor]) -> bool:
     The backward pass asks again: what was saved is not laid out as Triton's kernels do it.
     """
     first = sources[0]
-    if len(sources) > MOST_SOURCES or not cuda.suits(first.dtype, first.shape[1]):
+    if len(sources) > many.MOST or not cuda.suits(first.dtype, first.shape[1]):
         return False
     largest = problem(len(sources), first.shape[1], first.element_size(), True)
     return largest.plan(cuda.shared_memory(first.device)) is not None

@@ -45,33 +45,20 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
     }
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
-    // Without a ring a thread keeps its chunks from the first sweep to the second (HOLD), or reads them again, out of the
-    // cache.
-    constexpr bool KEPT = !RING && HOLD;
-    uint4 kept[KEPT ? SLABS : 1][N + 1];
-    auto fetch = [&](long long token, int c, int i) {
-        return __ldg(reinterpret_cast<const uint4 *>(row(token, i)) + c);
-    };
-    auto read = [&](long long token, int slab, int slot, int i, bool again) {
-        const int c = slab * THREADS + member;
-        if constexpr (RING)
-            return ring.row(slot, i)[member];
-        else if constexpr (KEPT)
-            return kept[slab][i];
-        else
-            return again ? load_again(row(token, i) + c * 16) : fetch(token, c, i);
-    };
+    // Without a ring a thread keeps its chunks from the first sweep to the second.
+    uint4 kept[RING ? 1 : SLABS][N + 1];
+    auto read = [&](int slab, int slot, int i) { return RING ? ring.row(slot, i)[member] : kept[RING ? 0 : slab][i]; };
     int slot = 0;
     u32 parity = 0;
     for (long long token = place.first; token < tokens; token += place.stride) {
-        if constexpr (KEPT) {
+        if constexpr (!RING) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab++) {
                 const int c = slab * THREADS + member;
 #pragma unroll
                 for (int i = 0; i <= N; i++)
                     if (CHUNKS % THREADS == 0 || c < CHUNKS)
-                        kept[slab][i] = fetch(token, c, i);
+                        kept[slab][i] = __ldg(reinterpret_cast<const uint4 *>(row(token, i)) + c);
             }
         }
         Sums<COUNT> total;
@@ -85,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
             const int c = slab * THREADS + member;
             if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                 float v[CHUNK], s[CHUNK], wg[CHUNK], wp[CHUNK];
-                unpack(read(token, slab, at, N, false), v);
+                unpack(read(slab, at, N), v);
                 gate_weights.get(slab, c, wg);
                 pool_weights.get(slab, c, wp);
 #pragma unroll
@@ -95,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                 }
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    unpack(read(token, slab, at, i, false), s);
+                    unpack(read(slab, at, i), s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
                         sums[i] += s[k] * s[k];
@@ -137,11 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                 pooled[slab][k] = 0.0f;
             if (CHUNKS % THREADS == 0 || c < CHUNKS) {
                 float v[CHUNK], s[CHUNK];
-                unpack(read(token, slab, at, N, true), v);
+                unpack(read(slab, at, N), v);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     const float2 f = mine[i];
-                    const uint4 was = read(token, slab, at, i, true);
+                    const uint4 was = read(slab, at, i);
                     unpack(was, s);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
