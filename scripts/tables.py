@@ -149,14 +149,15 @@ def wide_head() -> list[str]:
 def depth() -> str:
     """depth_pool, forward / backward."""
     lines = []
-    for sources, backend in product((5, 9), ("cuda", "triton", "fla", "liger")):
+    for sources, backend in product((5, 9, 25), ("cuda", "triton", "fla", "liger")):
         of = {"case": "depth_pool", "n": sources, "backend": backend, "tokens": MANY}
         both = [
             cells(microseconds, ({**of, "width": width, "pass": name} for width in WIDTHS[:-1]))
             for name in PASSES
         ]
-        pairs = (f"{a or '-'} / {b or '-'}" if a or b else "" for a, b in zip(*both, strict=True))
-        lines.append((str(sources), f"`{backend}`", *pairs))
+        pairs = [f"{a or '-'} / {b or '-'}" if a or b else "" for a, b in zip(*both, strict=True)]
+        if any(pairs):
+            lines.append((str(sources), f"`{backend}`", *pairs))
     return table(("sources", "backend", *wide_head()[:-1]), lines, words=2)
 
 
