@@ -143,6 +143,34 @@ def test_without_a_ring(emulated, n, width, dtype, cut, norm):
         assert torch.equal(a, b)
 
 
+def test_cuts_without_a_ring():
+    """They cover a row, and a multiprocessor has registers and threads for two blocks or more."""
+    device = torch.device("cpu")
+    for n in range(1, 17):
+        for width in (8, 64, 256, 384, 768, 1024, 1280, 2048, 4096, 8192):
+            for itemsize in (2, 4):
+                cut = cuda.ringless(n, width, itemsize)
+                what = cuda.problem(n, width, itemsize)
+                if cut is None:
+                    assert n > cuda.MOST_HELD or width * itemsize >= 16384
+                    assert cuda.forward_plan(device, what, ring=False) == launch.plan(what)
+                    continue
+                chunks = -(-width * itemsize // (512 * cut.warps))
+                threads = 32 * cut.warps * cut.teams
+                assert (cut.slots, cut.hold) == (0, False)
+                assert chunks <= 3
+                assert 2 <= cut.resident <= min(32, 2048 // threads)
+                # Where a thread has fewer than its rows take, nothing is gained by holding them.
+                assert 4 * chunks * (n + 1) < 65536 // (threads * cut.resident)
+                assert cuda.forward_plan(device, what, ring=False) == cut
+                ringed = cuda.forward_plan(device, what, ring=True)
+                assert ringed.warps == cut.warps
+                assert ringed.slots >= chunks
+    # The sizes of the paper's models, as they were measured.
+    assert [cuda.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 3]
+    assert [cuda.ringless(8, width, 2).resident for width in (768, 1024, 1280)] == [5, 4, 3]
+
+
 @pytest.mark.parametrize("missing", ["h", "streams"])
 def test_an_output_that_is_not_used(emulated, missing):
     leaves, (grad_h, grad_streams) = problem(7, 3, 64, True, torch.float32)
