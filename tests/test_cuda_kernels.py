@@ -1,8 +1,10 @@
 """The CUDA kernels, run on the CPU by tests/cuda_on_cpu.h."""
 
 import math
+import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,6 +261,22 @@ def test_exact(emulated, n, width, dtype, norm, cuts):
     expected = cuda.backward(*grads, y, each, *rest, saved, True, 1e-6, cuts[1])
     for a, b in zip(found, expected, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("emulated", [False], indirect=True)
+@pytest.mark.parametrize("one_team", [True, False])
+def test_what_the_sanitizer_is_shown(emulated, one_team, monkeypatch, capsys):
+    """All kernels, those of every source file."""
+    shown = set()
+    source = launch.source
+    monkeypatch.setattr(launch, "source", lambda *files: shown.add(files) or source(*files))
+    script = Path(__file__).parents[1] / "benchmarks/sanitize.py"
+    runpy.run_path(str(script))["main"](torch.device("cpu"), 7, one_team)
+    assert capsys.readouterr().out.count("every kernel") == 3
+    for folder in (cuda.FOLDER, depth.FOLDER):
+        told = {part for place, *parts in shown if place == folder for part in parts}
+        assert {file.stem for file in folder.glob("*.cu")} == told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
