@@ -15,6 +15,7 @@ import torch
 from multigate.ops import cuda as launch
 from multigate.ops.depth_pool import cuda as depth
 from multigate.ops.gate_pool import cuda as gate
+from multigate.ops.gate_pool import plan
 
 EPS = 1e-6
 STEPS = (
@@ -38,9 +39,9 @@ def steps(tokens, device, dtype, cut_of):
         weights = (w_gate, w_pool, bias, gain if norm else None)
         grads = (torch.randn_like(y), torch.randn_like(streams))
         each, rest = streams.unbind(1), (competitive, EPS)
-        back = cut_of(launch.plan_on(device, gate.problem(n, width, y.element_size(), *grads)))
-        forward = gate.problem(n, width, y.element_size())
-        free, ringed = (cut_of(gate.forward_plan(device, forward, ring)) for ring in (False, True))
+        back = cut_of(launch.plan_on(device, plan.problem(n, width, y.element_size(), *grads)))
+        forward = plan.problem(n, width, y.element_size())
+        free, ringed = (cut_of(plan.forward_plan(device, forward, ring)) for ring in (False, True))
 
         _, new, saved = gate.forward(y, each, *weights, *rest, free)
         gate.backward(*grads, y, each, *weights, saved, *rest, back)
@@ -70,8 +71,8 @@ def pools(tokens, device, dtype, cut_of):
 
 
 def main(device, tokens, one_team):
-    def cut_of(plan):
-        return replace(plan, teams=1) if one_team else plan
+    def cut_of(cut):
+        return replace(cut, teams=1) if one_team else cut
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ from multigate.ops.depth_pool import few, many
 from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.many import Many
 from multigate.ops.depth_pool.op import fused
-from multigate.ops.gate_pool import cuda, exact, passes, reference
+from multigate.ops.gate_pool import cuda, exact, passes, plan, reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NAMES = ("h", "streams", "dy", "dstreams", "dw_gate", "dw_pool", "dbias", "dnorm")
@@ -151,11 +151,11 @@ def test_cuts_without_a_ring():
     for n in range(1, 17):
         for width in (8, 64, 256, 384, 768, 1024, 1280, 2048, 4096, 8192):
             for itemsize in (2, 4):
-                cut = cuda.ringless(n, width, itemsize)
-                what = cuda.problem(n, width, itemsize)
+                cut = plan.ringless(n, width, itemsize)
+                what = plan.problem(n, width, itemsize)
                 if cut is None:
-                    assert n > cuda.MOST_HELD or width * itemsize >= 16384
-                    assert cuda.forward_plan(device, what, ring=False) == launch.plan(what)
+                    assert n > plan.MOST_HELD or width * itemsize >= 16384
+                    assert plan.forward_plan(device, what, ring=False) == launch.plan(what)
                     continue
                 chunks = -(-width * itemsize // (512 * cut.warps))
                 threads = 32 * cut.warps * cut.teams
@@ -164,13 +164,13 @@ def test_cuts_without_a_ring():
                 assert 2 <= cut.resident <= min(32, 2048 // threads)
                 # Where a thread has fewer than its rows take, nothing is gained by holding them.
                 assert 4 * chunks * (n + 1) < 65536 // (threads * cut.resident)
-                assert cuda.forward_plan(device, what, ring=False) == cut
-                ringed = cuda.forward_plan(device, what, ring=True)
+                assert plan.forward_plan(device, what, ring=False) == cut
+                ringed = plan.forward_plan(device, what, ring=True)
                 assert ringed.warps == cut.warps
                 assert ringed.slots >= chunks
     # The sizes of the paper's models, as they were measured.
-    assert [cuda.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 3]
-    assert [cuda.ringless(8, width, 2).resident for width in (768, 1024, 1280)] == [5, 4, 3]
+    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 3]
+    assert [plan.ringless(8, width, 2).resident for width in (768, 1024, 1280)] == [5, 4, 3]
 
 
 @pytest.mark.parametrize("missing", ["h", "streams"])

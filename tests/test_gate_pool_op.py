@@ -16,6 +16,7 @@ from multigate.ops.gate_pool.op import (
     fused_invert_backward,
     fused_replay,
 )
+from multigate.ops.gate_pool.plan import problem as problem_of
 
 N, WIDTH = 3, 24
 
@@ -237,7 +238,7 @@ def test_the_cuts_of_the_cuda_kernels_fit(n, itemsize, backward, shared):
     """Every cut holds a whole token, in the shared memory and the named barriers there are."""
     for width in (8, 128, 384, 768, 1000, 1024, 1280, 1536, 2048, 4096, 7168, 8192, 16384):
         present = torch.empty(0)
-        problem = cuda.problem(n, width, itemsize, *([present] * 2 if backward else []))
+        problem = problem_of(n, width, itemsize, *([present] * 2 if backward else []))
         cut = plan(problem, shared)
         token = problem.rows * width * itemsize
         if cut is None:
