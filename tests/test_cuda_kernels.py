@@ -418,6 +418,9 @@ def test_cuts_of_a_pool_of_many_fit():
                     assert 32 * cut.teams * cut.warps <= (512 if backward else 768)
                     assert cut.warps * 512 >= width * itemsize or not cut.hold
     assert Many(129, 64, 2, False).plan() is None
+    rows = [torch.empty(3, 64)] * 129
+    assert depth.takes(rows[:128])
+    assert not depth.takes(rows)
 
 
 def test_one_source_and_equal_sources_do_not_move_the_query(emulated):
