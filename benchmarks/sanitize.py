@@ -45,13 +45,13 @@ def steps(tokens, device, dtype, cut_of):
 
         _, new, saved = gate.forward(y, each, *weights, *rest, free)
         gate.backward(*grads, y, each, *weights, saved, *rest, back)
-        kept, places = gate.keep(each, saved, bias, 50_000, *rest)
+        kept, places = gate.keep(each, saved, 50_000)
         call = (*grads, y, new.unbind(1), weights, saved)
         gate.invert_backward(*call, kept, places, *rest, back)
         if gate.codes_fit(n, dtype):
             *_, exact, _ = gate.exact_forward(y, each, weights, *rest, streams.numel(), ringed)
             gate.exact_backward(*call, exact, *rest, back)
-        gate.replay(streams, [y, y], [bias] * 2, [saved] * 2, *rest)
+        gate.replay(streams, [y, y], [saved] * 2)
 
 
 def pools(tokens, device, dtype, cut_of):

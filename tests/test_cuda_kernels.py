@@ -21,6 +21,7 @@ from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.many import Many
 from multigate.ops.depth_pool.op import fused
 from multigate.ops.gate_pool import cuda, exact, passes, plan, reference
+from multigate.ops.gate_pool.saved import saved_gates, saved_numbers
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NAMES = ("h", "streams", "dy", "dstreams", "dw_gate", "dw_pool", "dbias", "dnorm")
@@ -528,12 +529,12 @@ def test_steps_are_replayed_to_the_bit(emulated, n, width, dtype, steps, competi
         call = (y, state.unbind(1), w_gate, w_pool, bias, gain, competitive, 1e-6)
         _, state, saved = cuda.forward(*call)
         states.append(state)
-        given.append((y, bias, saved))
-    found = cuda.replay(streams, *zip(*given, strict=True), competitive, 1e-6)
+        given.append((y, saved))
+    found = cuda.replay(streams, *zip(*given, strict=True))
     assert len(found) == steps
     for a, b in zip(found, states, strict=True):
         assert torch.equal(a, b)
-    assert cuda.replay(streams[:0], [y[:0]], [bias], [saved[:0]], competitive, 1e-6)[0].numel() == 0
+    assert cuda.replay(streams[:0], [y[:0]], [saved[:0]])[0].numel() == 0
 
 
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=["one dtype", "two dtypes"])
@@ -575,14 +576,11 @@ def test_the_largest_gates_are_kept(emulated, monkeypatch, n, tokens, width, dty
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     (y, streams, *weights, _), _ = problem(tokens, n, width, competitive, dtype)
     _, _, saved = cuda.forward(y, streams.unbind(1), *weights, None, competitive, 1e-6)
-    variant = "competitive" if competitive else "independent"
-    beta = passes.gates(saved, weights[2], streams, variant, 1e-6)
+    beta = passes.gates(saved, streams)
     group = 2048 // n
     for millionths in (0, 10_000, 1_000_000):
         count = math.ceil(group * n * millionths / 1e6)
-        kept, places = cuda.keep(
-            streams.unbind(1), saved, weights[2], millionths, competitive, 1e-6
-        )
+        kept, places = cuda.keep(streams.unbind(1), saved, millionths)
         assert places.dtype == torch.int32
         taken = places[places >= 0].long()
         assert torch.equal(kept[taken], streams[places >= 0])
@@ -600,14 +598,16 @@ def test_the_largest_gates_are_kept(emulated, monkeypatch, n, tokens, width, dty
             if wanted:
                 least = gates.flatten().topk(wanted).values.min()
                 assert (gates[here >= 0] >= least * (1 - 1e-5)).all()
-    assert cuda.keep(streams[:0].unbind(1), saved[:0], weights[2], 10, False, 1e-6)[0].numel() == 0
+    assert cuda.keep(streams[:0].unbind(1), saved[:0], 10)[0].numel() == 0
 
 
 def test_of_equal_gates_the_first_are_kept(emulated):
-    streams, saved = torch.randn(700, 3, 4), torch.ones(700, 16)
-    saved[600:610, 4] = 9.0
-    saved[605, 5] = math.nan
-    _, places = cuda.keep(streams.unbind(1), saved, torch.zeros(3), 10_000, False, 1e-6)
+    streams, saved = torch.randn(700, 3, 4), torch.zeros(700, saved_numbers(3))
+    beta = saved_gates(saved, 3)
+    beta[:] = 0.3
+    beta[600:610, 1] = 0.9
+    beta[605, 2] = math.nan
+    _, places = cuda.keep(streams.unbind(1), saved, 10_000)
     first = places[:682].flatten()
     opened = 3 * torch.arange(600, 610) + 1
     chosen = (first >= 0).nonzero().flatten()

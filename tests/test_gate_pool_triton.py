@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from multigate.ops.gate_pool import reference
+from multigate.ops.gate_pool.saved import saved_gates
 from offline import assert_compiles
 
 pytest.importorskip("triton")
@@ -299,19 +300,27 @@ def test_what_is_saved():
     torch.testing.assert_close(plain * inverse[:, None] * problem.norm_weight, normed)
     columns = [s.square().sum(-1), s @ problem.w_gate, s @ problem.w_pool]
     columns += [torch.einsum("tnc,tc->tn", s, y), y.square().sum(-1, keepdim=True)]
-    columns += [(y @ problem.w_pool)[:, None], inverse[:, None], torch.zeros_like(inverse)[:, None]]
+    columns += [(y @ problem.w_pool)[:, None], inverse[:, None]]
+    beta = reference.gate(s, problem.w_gate.double(), problem.bias.double(), "competitive", EPS)
+    new = reference.lerp(y, s, beta)
+    columns += [1 - beta.sum(-1, keepdim=True), beta]
+    columns += [
+        reference.pool_weights(new, problem.w_pool.double(), EPS),
+        torch.zeros_like(s[:, 0, :2]),
+    ]
     assert saved.dtype == torch.float32
     torch.testing.assert_close(saved.double(), torch.cat(columns, 1), rtol=2e-6, atol=2e-5)
     without, saved = problem.kernel()
     check(problem, without)
-    assert not saved[:, -2:].any()
+    assert not saved[:, 14].any()
+    assert torch.equal(saved_gates(saved, 3), saved[:, 16:19])
 
 
 def test_no_tokens():
     problem = Problem(3, 40, 0)
     got, saved = problem.kernel()
     assert [tuple(x.shape) for x in got[:4]] == [(0, 40), (0, 3, 40), (0, 40), (0, 3, 40)]
-    assert saved.shape == (0, 16)
+    assert saved.shape == (0, 24)
     assert not any(x.any() for x in got[4:])
 
 
@@ -381,7 +390,7 @@ for n, width, block in ((2, 384, 1), (1, 40, 4)):
     plan = kernels.Launch(warps=1 if block == 1 else 4, programs=4, block=block)
     settings = kernels._settings(plan, n, width, 2)
     warps = settings.pop("num_warps")
-    settings |= {"COMPETITIVE": block == 1, "NORM": True}
+    settings |= {"COMPETITIVE": block == 1, "NORM": True, "SAVED": 16}
     build(kernels.forward_kernel, settings | {"COLUMNS": 16}, warps)
     settings |= {"GRAD_H": True, "GRAD_STREAMS": block == 1}
     build(kernels.backward_kernel, settings, warps)

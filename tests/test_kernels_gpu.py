@@ -309,12 +309,9 @@ def test_the_statistics_that_are_saved_are_those_of_the_reference():
     leaves, _ = problem(50, 4, 768, True, torch.float32)
     y, streams, w_gate, w_pool, bias, gain = leaves
     *_, saved = cuda.forward(y, streams.unbind(1), w_gate, w_pool, bias, gain, True, 1e-6)
-    h, _ = reference.pool(
-        reference.lerp(y, streams, reference.gate(streams, w_gate, bias, "competitive", 1e-6)),
-        w_pool,
-        None,
-        1e-6,
-    )
+    beta = reference.gate(streams, w_gate, bias, "competitive", 1e-6)
+    new = reference.lerp(y, streams, beta)
+    h, _ = reference.pool(new, w_pool, None, 1e-6)
     expected = torch.cat(
         [
             streams.square().sum(-1),
@@ -324,7 +321,9 @@ def test_the_statistics_that_are_saved_are_those_of_the_reference():
             y.square().sum(-1, keepdim=True),
             (y @ w_pool).unsqueeze(1),
             (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt(),
-            torch.zeros(50, 1, device="cuda"),
+            1 - beta.sum(-1, keepdim=True),
+            beta,
+            reference.pool_weights(new, w_pool, 1e-6),
         ],
         dim=1,
     )

@@ -121,7 +121,7 @@ def test_every_bit_comes_back(n, width, dtype):
 def test_the_kernel_that_inverts(n, width):
     y, streams, weights = problem(700, n, width, torch.bfloat16)
     h, new, saved = cuda.forward(y, streams.unbind(1), *weights, False, 1e-6)
-    kept, places = cuda.keep(streams.unbind(1), saved, weights[2], 30_000, False, 1e-6)
+    kept, places = cuda.keep(streams.unbind(1), saved, 30_000)
     beta = reference.gate(streams, weights[0], weights[2], "independent", 1e-6).flatten()
     index = (places.flatten() >= 0).nonzero().flatten()
     assert torch.equal(kept[places.flatten()[index]], streams.view(-1, width)[index])

@@ -13,12 +13,15 @@ from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan, Problem, pointer
 
 from .plan import forward_plan, problem
+from .saved import saved_numbers
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
 MOST_STEPS = 8
 """Steps that one launch replays: a thread holds a chunk of the output of each."""
 MOST_WARPS = 16
 """Of a block that replays."""
+ANY_GATE = {"COMPETITIVE": 0}
+"""For kernels that read the gates, and do not make them."""
 GROUP = 2048
 """The most pairs of token and stream among which the largest gates are looked for."""
 TAKES = "cuda takes y and streams of one dtype, in rows of whole 16 bytes that fit on the chip"
@@ -111,7 +114,7 @@ def _forward(
     n, (tokens, width) = len(streams), y.shape
     h = torch.empty_like(y)
     new_streams = y.new_empty(tokens, n, width)
-    saved = y.new_empty(tokens, 4 * n + 4, dtype=torch.float32)
+    saved = y.new_empty(tokens, saved_numbers(n), dtype=torch.float32)
     if tokens == 0:
         return h, new_streams, saved
     what = problem(n, width, y.element_size())
@@ -260,14 +263,7 @@ def _backward(
     return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
 
 
-def keep(
-    streams: Sequence[Tensor],
-    saved: Tensor,
-    bias: Tensor,
-    millionths: int,
-    competitive: bool,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def keep(streams: Sequence[Tensor], saved: Tensor, millionths: int) -> tuple[Tensor, Tensor]:
     """Streams before a step, those of the largest gates of every group, as rows; for each token and
     stream [tokens, n] its row, or -1; see keep.cu."""
     streams = cuda.readable(streams)
@@ -277,14 +273,12 @@ def keep(
     places = streams[0].new_empty((tokens, n), dtype=torch.int32)
     if tokens:
         what = problem(n, width, kept.element_size())
-        kernel, threads = _keeping(kept.device, what, kept.dtype, competitive)
-        bias = cuda.ready(bias, torch.float32)
+        kernel, threads = _keeping(kept.device, what, kept.dtype)
         arguments = [
             cuda.rows(streams),
-            *map(pointer, (saved, bias, kept, places)),
+            *map(pointer, (saved, kept, places)),
             ctypes.c_int64(tokens),
             ctypes.c_int(count),
-            ctypes.c_float(eps),
         ]
         kernel.launch(groups, threads, arguments)
     return kept, places
@@ -302,56 +296,43 @@ def _groups(tokens: int, n: int, millionths: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _keeping(
-    device: torch.device, what: Problem, dtype: torch.dtype, competitive: bool
-) -> tuple[nvrtc.Kernel, int]:
+def _keeping(device: torch.device, what: Problem, dtype: torch.dtype) -> tuple[nvrtc.Kernel, int]:
     """The kernel that finds the largest gates, and the threads of a block."""
     cut = Plan(8, 1, -(-what.width * what.itemsize // (8 * 512)), hold=False)
     text = cuda.source(FOLDER, "step", "keep")
-    module = cuda.compiled(
-        device, text, what.n, what.width, dtype, cut, {"COMPETITIVE": competitive}
-    )
+    module = cuda.compiled(device, text, what.n, what.width, dtype, cut, ANY_GATE)
     return module.kernel("keep", 0), 32 * cut.warps
 
 
-def replay(
-    streams: Tensor,
-    ys: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    competitive: bool,
-    eps: float,
-) -> list[Tensor]:
+def replay(streams: Tensor, ys: Sequence[Tensor], saved: Sequence[Tensor]) -> list[Tensor]:
     """The streams [tokens, n, C] after each step, from those before the first; see replay.cu."""
     if len(ys) > MOST_STEPS:
-        m, gate = MOST_STEPS, (competitive, eps)
-        states = replay(streams, ys[:m], biases[:m], saved[:m], *gate)
-        return states + replay(states[-1], ys[m:], biases[m:], saved[m:], *gate)
+        states = replay(streams, ys[:MOST_STEPS], saved[:MOST_STEPS])
+        return states + replay(states[-1], ys[MOST_STEPS:], saved[MOST_STEPS:])
     (tokens, n, width), steps = streams.shape, len(ys)
     states = [streams.new_empty(streams.shape) for _ in ys]
     if tokens == 0:
         return states
     what = problem(n, width, streams.element_size())
-    kernel, threads = _replaying(streams.device, what, streams.dtype, competitive, steps)
+    kernel, threads = _replaying(streams.device, what, streams.dtype, steps)
     # Copies must live until the launch: they have names.
     streams, ys = cuda.ready(streams), [cuda.ready(y) for y in ys]
-    biases = [cuda.ready(bias, torch.float32) for bias in biases]
-    at = [t.data_ptr() for t in (*ys, *saved, *biases, *states)]
+    at = [t.data_ptr() for t in (*ys, *saved, *states)]
     chain = (ctypes.c_uint64 * len(at))(*at)
-    kernel.launch(tokens, threads, [cuda.rows(streams.unbind(1)), chain, ctypes.c_float(eps)])
+    kernel.launch(tokens, threads, [cuda.rows(streams.unbind(1)), chain])
     return states
 
 
 @functools.cache
 def _replaying(
-    device: torch.device, what: Problem, dtype: torch.dtype, competitive: bool, steps: int
+    device: torch.device, what: Problem, dtype: torch.dtype, steps: int
 ) -> tuple[nvrtc.Kernel, int]:
     """The kernel that goes through so many steps, and the threads of a block."""
     needed = -(-what.width * what.itemsize // 512)
     slabs = -(-needed // MOST_WARPS)
     cut = Plan(-(-needed // slabs), 1, slabs, hold=False)
     text = cuda.source(FOLDER, "step", "replay")
-    switches = {"COMPETITIVE": competitive, "STEPS": steps}
+    switches = {**ANY_GATE, "STEPS": steps}
     module = cuda.compiled(device, text, what.n, what.width, dtype, cut, switches)
     return module.kernel("replay", 0), 32 * cut.warps
 

@@ -15,6 +15,7 @@ from multigate.ops.backend import at_trace_time
 
 from . import codes, cuda, reference
 from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shapes
+from .saved import saved_numbers
 
 
 @at_trace_time
@@ -59,7 +60,7 @@ def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
     return [
         y.new_empty(y.shape),
         streams.new_empty(streams.shape),
-        y.new_empty((tokens, 4 * n + 4), dtype=torch.float32),
+        y.new_empty((tokens, saved_numbers(n)), dtype=torch.float32),
         y.new_empty((tokens, n, width // chunk), dtype=bits),
         y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
         y.new_empty((_room(streams, one_in),)),

@@ -58,7 +58,7 @@ class Inverted(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (w_gate, w_pool, bias, norm_weight)
         h, new, saved = passes.forward(y, streams, weights, variant, eps, kernel)
-        rows, where = passes.keep(streams, y, saved, bias, keep, variant, eps, kernel)
+        rows, where = passes.keep(streams, y, saved, keep, kernel)
         ctx.set_materialize_grads(False)
         ctx.options = (variant, eps, kernel)
         ctx.linked = before is not None

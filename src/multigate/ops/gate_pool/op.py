@@ -13,6 +13,7 @@ from torch import Tensor
 from multigate.ops.backend import instead
 
 from . import cuda, reference
+from .saved import saved_gates, saved_numbers
 
 
 @torch.library.custom_op("multigate::gate_pool", mutates_args=())
@@ -40,7 +41,7 @@ def fused(
 def _(y: Tensor, streams: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, bias, _, competitive, *_ = rest
     packed = (*y.shape[:-1], bias.shape[0] - int(competitive), y.shape[-1])
-    saved = y.new_empty((math.prod(y.shape[:-1]), 4 * packed[-2] + 4), dtype=torch.float32)
+    saved = y.new_empty((math.prod(y.shape[:-1]), saved_numbers(packed[-2])), dtype=torch.float32)
     return streams[0].new_empty(y.shape), streams[0].new_empty(packed), saved
 
 
@@ -135,7 +136,7 @@ def fused_replay(
     # Every output: one of another dtype has been Triton's.
     if backend == "cuda" and all(cuda.takes(y, each) for y in rows):
         with torch.cuda.device_of(streams):
-            states = cuda.replay(packed, rows, biases, saved, competitive, eps)
+            states = cuda.replay(packed, rows, saved)
         return [state.view(shape) for state in states]
     states, options = [], (competitive, eps, backend)
     for y, *weights in zip(ys, w_gates, w_pools, biases, norm_weights, strict=True):
@@ -150,17 +151,15 @@ def _(streams: Tensor, ys: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 @torch.library.custom_op("multigate::gate_pool_keep", mutates_args=())
-def fused_keep(
-    streams: Tensor, saved: Tensor, bias: Tensor, millionths: int, competitive: bool, eps: float
-) -> tuple[Tensor, Tensor]:
+def fused_keep(streams: Tensor, saved: Tensor, millionths: int) -> tuple[Tensor, Tensor]:
     """Of streams that the CUDA kernels take, those of the largest gates of a step: `cuda.keep`."""
     packed = streams.reshape(-1, *streams.shape[-2:]).contiguous()
     with torch.cuda.device_of(streams):
-        return cuda.keep(packed.unbind(1), saved, bias, millionths, competitive, eps)
+        return cuda.keep(packed.unbind(1), saved, millionths)
 
 
 @fused_keep.register_fake
-def _(streams: Tensor, saved: Tensor, bias: Tensor, millionths: int, *_: Any) -> Any:
+def _(streams: Tensor, saved: Tensor, millionths: int) -> tuple[Tensor, Tensor]:
     n, width = streams.shape[-2:]
     rows = cuda.kept_rows(saved.shape[0], n, millionths)
     places = streams.new_empty((saved.shape[0], n), dtype=torch.int32)
@@ -191,8 +190,7 @@ def fused_invert_backward(
     given = (w_gate, w_pool, bias, norm_weight)
     n, width = new_streams.shape[-2:]
     if where.dtype != torch.int32:
-        variant = "competitive" if competitive else "independent"
-        beta = reference.gate_from(saved, bias, n, width, variant, eps).view(*y.shape[:-1], n)
+        beta = saved_gates(saved, n).view(*y.shape[:-1], n)
         old = reference.unlerp(new_streams, y, beta).reshape(-1, width)
         old = old.index_copy_(0, where, kept).view(new_streams.shape)
         options = (saved, competitive, eps, backend)

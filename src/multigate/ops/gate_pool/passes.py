@@ -1,7 +1,7 @@
 """The two passes of a Multi-Gate step as plain functions, by any backend and without autograd.
 
-`saved` is what a backend keeps of a token beside y: the reference beta [..., n], a kernel its dot
-products. `kernel` is what `kernel_for` chose.
+`saved` is what a backend keeps of a token beside y: the reference beta [..., n], a kernel what
+saved.py says. `kernel` is what `kernel_for` chose.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from . import cuda, exact, reference
 from .codes import LISTED
 from .cuda import GROUP, Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_keep, fused_replay
+from .saved import saved_gates
 
 
 def forward(
@@ -99,10 +100,7 @@ def keep(
     streams: Tensor,
     y: Tensor,
     saved: Tensor,
-    bias: Tensor,
     millionths: int,
-    variant: str,
-    eps: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """The streams of a step's largest gate values, `millionths` of all, as rows; where they belong.
@@ -110,8 +108,8 @@ def keep(
     The largest of every group, that is: all at once are sought by a dozen kernels.
     """
     if kernel == "cuda" and _fits(cuda.fits, y, streams):
-        return fused_keep(streams, saved, bias, millionths, variant == "competitive", eps)
-    return largest(streams, gates(saved, bias, streams, variant, eps), millionths)
+        return fused_keep(streams, saved, millionths)
+    return largest(streams, gates(saved, streams), millionths)
 
 
 def largest(streams: Tensor, beta: Tensor, millionths: int) -> tuple[Tensor, Tensor]:
@@ -177,7 +175,7 @@ def exact_forward(
         h, new, saved, *kept, lost = exact.forward(y, streams, *weights, *options)
         return h, new, lost, saved, *kept
     h, new, saved = forward(y, streams, weights, variant, eps, kernel)
-    beta = gates(saved, weights[2], streams, variant, eps)
+    beta = gates(saved, streams)
     if torch.compiler.is_compiling():
         packed, listed, lost = exact.coded(streams, new, y, beta, LISTED)
     else:
@@ -214,9 +212,7 @@ def _fits(question: Callable[..., bool], y: Tensor, streams: Tensor) -> bool:
     return y.dtype == streams.dtype and question(*known)
 
 
-def gates(saved: Tensor, bias: Tensor, streams: Tensor, variant: str, eps: float) -> Tensor:
+def gates(saved: Tensor, streams: Tensor) -> Tensor:
     """beta [..., n] of a step on streams of this shape, from what it has saved."""
-    n, width = streams.shape[-2], streams.shape[-1]
-    if saved.shape[-1] == n:
-        return saved
-    return reference.gate_from(saved, bias, n, width, variant, eps).view(streams.shape[:-1])
+    n = streams.shape[-2]
+    return saved if saved.shape[-1] == n else saved_gates(saved, n).view(streams.shape[:-1])

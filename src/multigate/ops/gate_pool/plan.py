@@ -7,6 +7,8 @@ from torch import Tensor
 
 from multigate.ops.cuda import Plan, Problem, plan_on
 
+from .saved import saved_numbers
+
 REGISTERS = 65536
 """Of a multiprocessor."""
 MOST_HELD = 8
@@ -21,7 +23,7 @@ def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Pro
         return Problem(n, width, itemsize, n + 1, 4 * n + 2, False)
     grad_h, grad_streams = (g is not None for g in gradients)
     rows = n + 1 + n * grad_streams + grad_h
-    return Problem(n, width, itemsize, rows, 4 * n + 2, True, saved=4 * n + 4)
+    return Problem(n, width, itemsize, rows, 4 * n + 2, True, saved=saved_numbers(n))
 
 
 @functools.cache

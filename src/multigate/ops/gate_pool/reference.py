@@ -20,12 +20,6 @@ def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float
     return opened(score(streams, weight, eps) * streams.shape[-1] ** -0.5, bias, variant)
 
 
-def gate_from(saved: Tensor, bias: Tensor, n: int, width: int, variant: str, eps: float) -> Tensor:
-    """beta from the dot products that a kernel has saved: s_i . s_i, then s_i . weight."""
-    squares, dots = saved[..., :n], saved[..., n : 2 * n]
-    return opened(dots * torch.rsqrt(squares / width + eps) * width**-0.5, bias, variant)
-
-
 def opened(z: Tensor, bias: Tensor, variant: str) -> Tensor:
     """beta from the scores of the streams, to which the bias is still to be added."""
     if variant == "independent":

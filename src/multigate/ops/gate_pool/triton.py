@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multigate.ops.cuda import multiprocessors
 
+from .saved import saved_numbers
 from .triton_kernels import backward_kernel, forward_kernel, total_kernel
 
 
@@ -148,7 +149,7 @@ def forward(
     eps: float,
     launch: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h [tokens, C], new streams [tokens, n, C] and `saved` [tokens, 4n + 4] of flattened inputs.
+    """h [tokens, C], new streams [tokens, n, C] and `saved` of flattened inputs.
 
     `streams` are n tensors [tokens, C] with one row stride, their last dimension contiguous.
     `launch` changes fields of the `Launch`.
@@ -157,7 +158,7 @@ def forward(
     n, (tokens, width) = len(streams), first.shape
     h = torch.empty((tokens, width), dtype=first.dtype, device=first.device)
     new_streams = torch.empty((tokens, n, width), dtype=first.dtype, device=first.device)
-    saved = torch.empty((tokens, 4 * n + 4), dtype=torch.float32, device=first.device)
+    saved = torch.empty((tokens, saved_numbers(n)), dtype=torch.float32, device=first.device)
     if tokens == 0:
         return h, new_streams, saved
     y = _rows(y)
@@ -178,7 +179,8 @@ def forward(
         eps,
         COMPETITIVE=competitive,
         NORM=norm_weight is not None,
-        COLUMNS=triton.next_power_of_2(4 * n + 4),
+        SAVED=saved_numbers(n),
+        COLUMNS=triton.next_power_of_2(saved_numbers(n)),
         **settings,
     )
     return h, new_streams, saved
@@ -237,6 +239,7 @@ def backward(
         NORM=norm,
         GRAD_H=grad_h is not None,
         GRAD_STREAMS=grad_streams is not None,
+        SAVED=saved_numbers(n),
         **settings,
     )
     dw_gate, dw_pool, dbias, *dnorm = [

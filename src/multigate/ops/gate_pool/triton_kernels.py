@@ -7,8 +7,7 @@ yw = y.w_pool and rest_i = 1 - beta_i:
     s'_i.s'_i = rest_i^2 ss_i + 2 rest_i beta_i q_i + beta_i^2 yy
     s'_i.w_pool = rest_i d2_i + beta_i yw
 
-`saved` [tokens, 4n + 4] holds ss, d1, d2, q, then yy, yw, the inverse rms of h (0 without a norm
-weight) and 0.
+saved.py says what is kept of a token: ss, d1, d2, q and so on.
 """
 
 # The compiler of Triton reads these functions, and Python never runs them.
@@ -47,7 +46,7 @@ def forward_kernel(
     N: tl.constexpr, C: tl.constexpr, COMPETITIVE: tl.constexpr, NORM: tl.constexpr,
     AT: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, HOIST: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SAVED: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     biases = numbers_at(bias, N + COMPETITIVE)
     gate_held = hoisted(w_gate, AT, WIDTHS, C, BLOCK, HOIST)
@@ -102,7 +101,7 @@ def forward_kernel(
             q += (sums[4 * i + 3],)
         yy = sums[4 * N]
         yw = sums[4 * N + 1]
-        beta, rest, _, _ = gate(ss, d1, biases, eps, N, C, COMPETITIVE)
+        beta, rest, _, carry = gate(ss, d1, biases, eps, N, C, COMPETITIVE)
         alpha, _, _ = pool(beta, rest, ss, d2, q, yy, yw, eps, N, C)
 
         pooled = ()
@@ -132,14 +131,13 @@ def forward_kernel(
                 hj = pooled[j] * beside(inverse, BLOCK) * wn
                 store(h, row * C, hj, live, AT[j], WIDTHS[j], C, BLOCK)
 
-        # One store of a row instead of 4n + 4 stores of a number.
+        # One store of a row instead of 6n + 4 stores of a number.
         column = columns(0, COLUMNS, BLOCK)
         line = zeros(COLUMNS, BLOCK)
-        numbers = ss + d1 + d2 + q + (yy, yw, inverse)
-        for k in tl.static_range(4 * N + 3):
+        numbers = ss + d1 + d2 + q + (yy, yw, inverse, carry) + beta + alpha
+        for k in tl.static_range(6 * N + 4):
             line = tl.where(column == k, beside(numbers[k], BLOCK), line)
-        inside = live & (column < 4 * N + 4)
-        tl.store(saved + row * (4 * N + 4) + column, line, mask=inside)
+        tl.store(saved + row * SAVED + column, line, mask=live & (column < SAVED))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -147,7 +145,7 @@ def backward_kernel(
     grad_h, grad_streams, y, streams, w_gate, w_pool, bias, norm_weight, saved,
     dy, dstreams, partials, tokens, y_stride, stream_stride, eps,
     N: tl.constexpr, C: tl.constexpr, COMPETITIVE: tl.constexpr, NORM: tl.constexpr,
-    GRAD_H: tl.constexpr, GRAD_STREAMS: tl.constexpr,
+    GRAD_H: tl.constexpr, GRAD_STREAMS: tl.constexpr, SAVED: tl.constexpr,
     AT: tl.constexpr, WIDTHS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, KEEP: tl.constexpr, HOIST: tl.constexpr,
 ):
@@ -201,7 +199,7 @@ def backward_kernel(
                               AT[j], WIDTHS[j], N, C, BLOCK, GRAD_H, GRAD_STREAMS, True),)
         numbers = ()
         for k in tl.static_range(4 * N + 3):
-            at = saved + token * (4 * N + 4) + k
+            at = saved + token * SAVED + k
             if BLOCK > 1:
                 # 1 where no token is: its numbers stay finite, and its gradients are zeros.
                 numbers += (tl.load(at, mask=token < tokens, other=1.0),)

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         const float ss = numbers[i], sg = numbers[N + i], sp = numbers[2 * N + i], sy = numbers[3 * N + i];
         const float yy = numbers[4 * N], yp = numbers[4 * N + 1], r_h = numbers[4 * N + 2];
         Step step;
-        step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
+        step.recall(ss, sg, sp, sy, yy, yp, numbers, eps, stream);
         const float share = step.alpha * step.rest, share_y = over_streams(step.alpha * step.beta);
         Terms *mine = coefficients[team * WARPS + warp];
         __syncwarp();

@@ -4,7 +4,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
             long long tokens, float eps) {
-    constexpr int COUNT = 4 * N + 2;
+    constexpr int COUNT = DOTS;
     typedef Ring<N + 1, 0> TheRing;
     DYNAMIC_SHARED(memory);
     __shared__ u64 barriers[RING ? TEAMS * SLOTS : 1];
@@ -192,7 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
                 if (32 * g + lane < COUNT)
                     line[32 * g + lane] = total.dealt[g];
             if (lane < 2)
-                line[COUNT + lane] = lane == 0 ? r : 0.0f;
+                line[COUNT + lane] = lane == 0 ? r : step.carry;
+            if (lane < N) {
+                line[BETA + lane] = step.beta;
+                line[ALPHA + lane] = step.alpha;
+            }
+            if (lane < SAVED - ALPHA - N)
+                line[ALPHA + N + lane] = 0.0f;
         }
     }
     if (EXACT) {

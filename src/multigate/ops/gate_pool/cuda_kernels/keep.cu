@@ -1,34 +1,25 @@
 // The streams of the largest gates of a step, copied as they were before it; after step.cu.
 //
-// A block has a group of tokens. It makes their gates of the dot products that the step has saved, looks for the largest
+// A block has a group of tokens. It takes their gates from what the step has saved, looks for the largest
 // number that `count` of them reach, bit by bit, and takes those. Of equal ones the first are taken: on every run the same.
 
 constexpr int TOKENS = 2048 / N, PAIRS = TOKENS * N; // of a group
 constexpr int KEYS = (PAIRS + THREADS - 1) / THREADS; // of a thread
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    keep(const __grid_constant__ Rows streams, const float *saved, const float *bias, u64 kept, int *places,
-         long long tokens, int count, float eps) {
+    keep(const __grid_constant__ Rows streams, const float *saved, u64 kept, int *places, long long tokens,
+         int count) {
     __shared__ u32 keys[KEYS * THREADS]; // the bits of a gate, plus one; none has zero
     __shared__ int list[PAIRS], reached[32], above[WARPS], equal[WARPS];
     const Place place;
-    const int warp = place.warp, lane = place.lane, member = place.member, i = place.stream;
+    const int warp = place.warp, lane = place.lane, member = place.member;
     const long long first = (long long)blockIdx.x * TOKENS;
     const int here = tokens - first < TOKENS ? tokens - first : TOKENS, wanted = min(count, here * N);
 
     for (int p = member; p < KEYS * THREADS; p += THREADS)
-        keys[p] = 0;
+        keys[p] = p < here * N ? __float_as_uint(saved[(first + p / N) * SAVED + BETA + p % N]) + 1 : 0;
     if (member < 32)
         reached[member] = 0;
-    __syncthreads();
-    for (int begin = 0; begin < TOKENS; begin += THREADS / LANES) {
-        const int t = begin + member / LANES;
-        const float *row = saved + (first + min(t, here - 1)) * SAVED;
-        Gate gate;
-        gate.make(row[min(i, N - 1)], row[N + min(i, N - 1)], bias, eps, i);
-        if (i < N && t < here)
-            keys[t * N + i] = __float_as_uint(gate.beta) + 1;
-    }
     __syncthreads();
 
     // A warp has a piece of the group, and a lane every 32nd of it.

@@ -1,17 +1,17 @@
 // The streams after each of STEPS steps once more, to the bit; after step.cu.
 //
-// The dot products are those that the steps have saved. Nothing is left to be summed, so that a thread takes its chunks
-// through all steps: the streams are read once, and written once a step. A block has one token.
+// The gates are those that the steps have saved. Nothing is left to be summed, so that a thread takes its chunks through
+// all steps: the streams are read once, and written once a step. A block has one token.
 
 struct Chain {
-    u64 y[STEPS], saved[STEPS], bias[STEPS], out[STEPS];
+    u64 y[STEPS], saved[STEPS], out[STEPS];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    replay(const __grid_constant__ Rows streams, const __grid_constant__ Chain chain, float eps) {
+    replay(const __grid_constant__ Rows streams, const __grid_constant__ Chain chain) {
     __shared__ float betas[STEPS][N];
     const Place place;
-    const int member = place.member, i = place.stream;
+    const int member = place.member;
     const long long token = blockIdx.x;
 
     uint4 rows[N], given[STEPS];
@@ -27,15 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
     fetch(member);
 
-    // LANES lanes make the gates of a step. Whole warps take part: lanes that are left over make the last step's too.
-    for (int first = 0; first < STEPS * LANES; first += THREADS) {
-        const int j = min((first + member) / LANES, STEPS - 1);
-        const float *row = reinterpret_cast<const float *>(chain.saved[j]) + token * SAVED;
-        Gate gate;
-        gate.make(row[min(i, N - 1)], row[N + min(i, N - 1)], reinterpret_cast<const float *>(chain.bias[j]), eps, i);
-        if (i < N)
-            betas[j][i] = gate.beta;
-    }
+    for (int b = member; b < STEPS * N; b += THREADS)
+        betas[b / N][b % N] = reinterpret_cast<const float *>(chain.saved[b / N])[token * SAVED + BETA + b % N];
     __syncthreads();
 
 #pragma unroll

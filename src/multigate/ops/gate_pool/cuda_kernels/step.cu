@@ -1,6 +1,7 @@
 // The Multi-Gate step; after team.cu. Set by the caller: COMPETITIVE, the kind of gate.
 
-constexpr int SAVED = 4 * N + 4; // float32 numbers kept for a token
+// Float32 numbers kept for a token: the dot products, 1 / rms of h and the carry, beta and alpha (see ../saved.py).
+constexpr int DOTS = 4 * N + 2, BETA = DOTS + 2, ALPHA = BETA + N, SAVED = (ALPHA + N + 3) / 4 * 4;
 
 // The gate of a stream; lane i (modulo LANES) has stream i's. The same to the bit in whichever kernel: the compiler must
 // not merge products and sums here as it likes there.
@@ -8,10 +9,14 @@ struct Gate {
     float beta, carry; // gate; the gate's share that goes to no stream (competitive)
     float gate, r;     // w_gate . rms(s) / sqrt(C); 1 / rms of the stream
 
-    __device__ __forceinline__ void make(float ss, float sg, const float *bias, float eps, int i) {
-        const bool real = i < N;
+    __device__ __forceinline__ void measure(float ss, float sg, float eps) {
         r = rsqrtf(__fmaf_rn(ss, SCALE, eps));
         gate = __fmul_rn(__fmul_rn(sg, r), sqrtf(SCALE));
+    }
+
+    __device__ __forceinline__ void make(float ss, float sg, const float *bias, float eps, int i) {
+        const bool real = i < N;
+        measure(ss, sg, eps);
         const float z = real ? __fadd_rn(gate, bias[COMPETITIVE + min(i, N - 1)]) : LOWEST;
         if (COMPETITIVE) {
             const float top = fmaxf(largest(z), bias[0]);
@@ -35,11 +40,27 @@ struct Step : Gate {
     __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
                                          float eps, int i) {
         Gate::make(ss, sg, bias, eps, i);
+        measure_new(ss, sp, sy, yy, yp, eps);
+        alpha = softmax(logit, i);
+    }
+
+    // The same of what `make` has found, of which `saved` is a token's row.
+    __device__ __forceinline__ void recall(float ss, float sg, float sp, float sy, float yy, float yp, const float *saved,
+                                           float eps, int i) {
+        const bool real = i < N;
+        beta = real ? saved[BETA + i] : 0.0f;
+        alpha = real ? saved[ALPHA + i] : 0.0f;
+        carry = saved[DOTS + 1];
+        measure(ss, sg, eps);
+        measure_new(ss, sp, sy, yy, yp, eps);
+    }
+
+  private:
+    __device__ __forceinline__ void measure_new(float ss, float sp, float sy, float yy, float yp, float eps) {
         rest = 1.0f - beta;
         const float ss_new = rest * rest * ss + 2.0f * beta * rest * sy + beta * beta * yy;
         r_new = rsqrtf(fmaxf(ss_new, 0.0f) * SCALE + eps);
         logit = (rest * sp + beta * yp) * r_new * sqrtf(SCALE);
-        alpha = softmax(logit, i);
     }
 };
 
