@@ -31,7 +31,7 @@ STAGES = (1, 2)
 MOST_HELD = 320
 """Numbers of a token that a thread may hold; with more the compiler would spill them."""
 SLABS, TEAMS, ROOM = (1, 2, 3, 4), (1, 2, 4), (56, 64, 72, 80, 96, 128, 168)
-"""Chunks of a row a thread, tokens a block, and registers there should be room for."""
+"""Chunks of a row a thread, tokens a block, and registers of a thread."""
 FEW = 64
 """Tokens of the call that compiles."""
 
@@ -62,11 +62,10 @@ def cuda_cuts(n, width):
     seen = set()
     for slabs, teams, room in product(SLABS, TEAMS, ROOM):
         warps = -(-needed // slabs)
-        resident = min(32, 65536 // (room * 32 * warps * teams))
-        # A chunk of a row takes 4 registers.
-        if warps * teams > 16 or not resident or 4 * slabs * (n + 1) > room - 40:
+        # A chunk of a row takes 4 registers; a block must find its own.
+        if warps * teams > 65536 // (32 * room) or 4 * slabs * (n + 1) > room - 32:
             continue
-        cut = Plan(warps, teams, 0, False, resident)
+        cut = Plan(warps, teams, 0, False, room)
         if cut not in seen:
             seen.add(cut)
             yield cut

@@ -22,6 +22,7 @@ typedef unsigned long long u64;
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define DYNAMIC_SHARED(name) char *name = pool.data()

@@ -129,9 +129,9 @@ def test_every_cut(emulated, cuts):
 @pytest.mark.parametrize(
     ("n", "width", "dtype", "cut"),
     [
-        (2, 312, torch.float32, Plan(1, 1, 0, False, resident=4)),
+        (2, 312, torch.float32, Plan(1, 1, 0, False, registers=64)),
         (3, 312, torch.float32, Plan(3, 2, 0, False)),
-        (4, 520, torch.bfloat16, Plan(2, 3, 0, False, resident=2)),
+        (4, 520, torch.bfloat16, Plan(2, 3, 0, False, registers=80)),
         (8, 768, torch.float16, Plan(3, 1, 0, False)),
     ],
     ids=str,
@@ -162,16 +162,15 @@ def test_cuts_without_a_ring():
                 threads = 32 * cut.warps * cut.teams
                 assert (cut.slots, cut.hold) == (0, False)
                 assert chunks <= 3
-                assert 2 <= cut.resident <= min(32, 2048 // threads)
-                # Where a thread has fewer than its rows take, nothing is gained by holding them.
-                assert 4 * chunks * (n + 1) < 65536 // (threads * cut.resident)
+                assert 4 * chunks * (n + 1) + 8 <= cut.registers <= 168
+                assert 2 * threads <= min(2048, 4 * (16384 // cut.registers))
                 assert plan.forward_plan(device, what, ring=False) == cut
                 ringed = plan.forward_plan(device, what, ring=True)
                 assert ringed.warps == cut.warps
                 assert ringed.slots >= chunks
-    # The sizes of the paper's models, as they were measured.
-    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 3]
-    assert [plan.ringless(8, width, 2).resident for width in (768, 1024, 1280)] == [5, 4, 3]
+    # Sizes of the paper's models.
+    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 5]
+    assert [plan.ringless(n, 768, 2).registers for n in (4, 8)] == [72, 112]
 
 
 @pytest.mark.parametrize("missing", ["h", "streams"])

@@ -27,8 +27,8 @@ class Plan:
     slots: int
     """0: no ring, which the forward step can do without: a team has one token, and ends."""
     hold: bool
-    resident: int = 1
-    """Blocks that a multiprocessor should have room for, which bounds the registers of a thread."""
+    registers: int = 0
+    """The most that a thread may have; 0: as many as the compiler likes."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def compiled(
         "TEAMS": cut.teams,
         "SLOTS": cut.slots,
         "HOLD": int(cut.hold),
-        "RESIDENT": cut.resident,
+        "REGISTERS": cut.registers,
         **{name: int(on) for name, on in switches.items()},
     }
     return nvrtc.module(device, text, tuple(defines.items()))

@@ -40,14 +40,14 @@ def ringless(n: int, width: int, itemsize: int) -> Plan | None:
     for chunks in range(1, min(needed, 3) + 1):
         warps = -(-needed // chunks)
         teams = 2 if warps == 1 else 1
-        # So many a thread needs; with fewer than it would like, some numbers go to the cache.
-        registers = min(40 + 10 * n + (chunks - 1) * (26 + 5 * n), 168)
-        # They are handed out by eights, a quarter of them by each scheduler.
-        fitting = 4 * (REGISTERS // 4 // (32 * 8 * -(-registers // 8)))
+        # So many a thread needs, by eights; with fewer than it would like, some numbers go to the
+        # cache. A quarter of all of them belongs to each scheduler.
+        registers = min(-(-(32 + 10 * n + (chunks - 1) * (22 + 6 * n)) // 8) * 8, 168)
+        fitting = 4 * (REGISTERS // 4 // (32 * registers))
         resident = fitting // (warps * teams)
         waiting = resident * teams * (n + 1) * width * itemsize
         if resident > 1 and waiting > most:
-            best, most = Plan(warps, teams, 0, hold=False, resident=resident), waiting
+            best, most = Plan(warps, teams, 0, hold=False, registers=registers), waiting
         if most >= ENOUGH:
             break
     return best

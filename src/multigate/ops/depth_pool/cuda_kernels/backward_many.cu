@@ -5,7 +5,7 @@ struct __align__(16) Terms {
     float h, query, s, unused;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     backward(const __grid_constant__ Sources sources, int count, int slots, u64 grad_h, const float *query,
              const float *gain, u64 saved, const __grid_constant__ Sources dsources, float *partials, long long tokens,
              float scale) {

@@ -1,6 +1,6 @@
 // The forward pass of depth_pool over any number of sources; after many.cu.
 
-extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     forward(const __grid_constant__ Sources sources, int count, int slots, const float *query, const float *gain, u64 h,
             float *saved, long long tokens, float scale, float eps) {
     DYNAMIC_SHARED(memory);

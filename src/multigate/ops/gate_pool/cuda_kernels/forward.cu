@@ -1,6 +1,6 @@
 // The forward pass; after codes.cu.
 
-extern "C" __global__ void __launch_bounds__(THREADS *TEAMS, RESIDENT)
+extern "C" __global__ void BOUNDS
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
             long long tokens, float eps) {
