@@ -161,7 +161,7 @@ def test_cuts_without_a_ring():
                 chunks = -(-width * itemsize // (512 * cut.warps))
                 threads = 32 * cut.warps * cut.teams
                 assert (cut.slots, cut.hold) == (0, False)
-                assert chunks <= 3
+                assert chunks <= (4 if (n, width) in plan.BETTER else 3)
                 assert 4 * chunks * (n + 1) + 8 <= cut.registers <= 168
                 assert 2 * threads <= min(2048, 4 * (16384 // cut.registers))
                 assert plan.forward_plan(device, what, ring=False) == cut
@@ -169,8 +169,8 @@ def test_cuts_without_a_ring():
                 assert ringed.warps == cut.warps
                 assert ringed.slots >= chunks
     # Sizes of the paper's models.
-    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 4, 5]
-    assert [plan.ringless(n, 768, 2).registers for n in (4, 8)] == [72, 112]
+    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 2, 2]
+    assert [plan.ringless(n, 768, 2).registers for n in (4, 8)] == [80, 128]
 
 
 @pytest.mark.parametrize("missing", ["h", "streams"])

@@ -13,8 +13,22 @@ REGISTERS = 65536
 """Of a multiprocessor."""
 MOST_HELD = 8
 """Streams of which a thread holds its chunks in registers."""
-ENOUGH = 52 * 1024
+MOST_BLOCKS = 32
+"""On a multiprocessor."""
+ENOUGH = 64 * 1024
 """Bytes a multiprocessor should wait for."""
+BETTER = {
+    (2, 384): (1, 72),
+    (2, 768): (1, 168),
+    (2, 1024): (1, 168),
+    (2, 1280): (3, 80),
+    (2, 2048): (2, 168),
+    (2, 4096): (4, 168),
+    (4, 384): (2, 72),
+    (4, 1280): (2, 128),
+    (8, 1280): (3, 168),
+}
+"""Warps and registers of a thread that `benchmarks/launches.py` found, by streams and width."""
 
 
 def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Problem:
@@ -30,26 +44,29 @@ def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Pro
 def ringless(n: int, width: int, itemsize: int) -> Plan | None:
     """A cut of the forward pass that was fast on an H200; None where a ring is better.
 
-    The fewest chunks of a row a thread with which a multiprocessor, that has at least two blocks,
-    waits for enough bytes; else those with which it waits for the most.
+    A thread has one or two chunks of a row, three where a multiprocessor would have one block only:
+    the fewest with which it waits for enough bytes, else those with which it waits for the most.
     """
     if n > MOST_HELD:
         return None
+    if itemsize == 2 and (n, width) in BETTER:
+        warps, registers = BETTER[n, width]
+        return Plan(warps, 1, 0, hold=False, registers=registers)
     needed = -(-width * itemsize // 512)
     best, most = None, 0
     for chunks in range(1, min(needed, 3) + 1):
-        warps = -(-needed // chunks)
-        teams = 2 if warps == 1 else 1
-        # So many a thread needs, by eights; with fewer than it would like, some numbers go to the
-        # cache. A quarter of all of them belongs to each scheduler.
-        registers = min(-(-(32 + 10 * n + (chunks - 1) * (22 + 6 * n)) // 8) * 8, 168)
-        fitting = 4 * (REGISTERS // 4 // (32 * registers))
-        resident = fitting // (warps * teams)
-        waiting = resident * teams * (n + 1) * width * itemsize
-        if resident > 1 and waiting > most:
-            best, most = Plan(warps, teams, 0, hold=False, registers=registers), waiting
-        if most >= ENOUGH:
+        if most >= ENOUGH or (best and chunks == 3):
             break
+        warps = -(-needed // chunks)
+        # So many registers a thread likes, by eights; beyond 168 some numbers go to the cache. The
+        # warps of a scheduler share a quarter of all of them, and what is over.
+        liked = -(-(40 + 10 * n + (chunks - 1) * (24 + 6 * n)) // 8) * 8
+        fitting = max(REGISTERS // 4 // (32 * liked), 3)
+        registers = REGISTERS // 4 // (32 * fitting) // 8 * 8
+        resident = min(4 * fitting // warps, MOST_BLOCKS)
+        waiting = resident * (n + 1) * width * itemsize
+        if resident > 1 and waiting > most:
+            best, most = Plan(warps, 1, 0, hold=False, registers=registers), waiting
     return best
 
 
