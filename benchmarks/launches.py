@@ -3,9 +3,9 @@
     python benchmarks/launches.py --backend triton --streams 4 8 --widths 768 1024 --best 5
 
 Triton: warps, tokens a program, registers, one program for every block of tokens or a few that
-stay, and tokens kept on the chip or read twice. CUDA, forward: teams of fewer or more warps
-without a ring. Prints the fastest beside the one that is used. The kernels are compiled on all
-cores.
+stay, and tokens kept on the chip or read twice. CUDA: teams of fewer or more warps, forward
+without a ring, backward with one of fewer or more tokens. Prints the fastest beside the one that
+is used. The kernels are compiled on all cores.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import torch
 
 from multigate.bench.cases import CASES, EPS, Size, gate_inputs
 from multigate.bench.timing import copy_gb_s, measure, own_stream, sets_needed
-from multigate.ops.cuda import Plan
-from multigate.ops.gate_pool import cuda, triton
+from multigate.ops.cuda import SHARED, Plan
+from multigate.ops.gate_pool import cuda, plan, triton
 
 KERNELS = {"triton": triton, "cuda": cuda}
 SHAPES = ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (8, 1))
@@ -32,6 +32,8 @@ MOST_HELD = 320
 """Numbers of a token that a thread may hold; with more the compiler would spill them."""
 SLABS, TEAMS, ROOM = (1, 2, 3, 4), (1, 2, 4), (56, 64, 72, 80, 96, 128, 168)
 """Chunks of a row a thread, tokens a block, and registers of a thread."""
+AHEAD, MOST_WARPS = (1, 2, 3, 4), 24
+"""Tokens in the ring of a team, and warps of a block."""
 FEW = 64
 """Tokens of the call that compiles."""
 
@@ -56,8 +58,8 @@ def triton_launches(passed, n, width):
             }
 
 
-def cuda_cuts(n, width):
-    """Without a ring."""
+def ringless_cuts(n, width):
+    """Of the forward pass."""
     needed = -(-2 * width // 512)
     seen = set()
     for slabs, teams, room in product(SLABS, TEAMS, ROOM):
@@ -71,10 +73,28 @@ def cuda_cuts(n, width):
             yield cut
 
 
+def ringed_cuts(n, width):
+    """Of the backward pass, with both gradients given."""
+    what = plan.problem(n, width, 2, *[torch.empty(0)] * 2)
+    needed = -(-2 * width // 512)
+    for slabs in SLABS:
+        warps = -(-needed // slabs)
+        if slabs > 1 and warps == -(-needed // (slabs - 1)):
+            continue
+        for teams, ahead in product(range(1, MOST_WARPS // warps + 1), AHEAD):
+            taken = what.static_bytes(warps, teams)
+            # Weights stay in registers only where a thread has one chunk of them.
+            for hold in (True, False)[slabs > 1 :]:
+                cut = Plan(warps, teams, ahead * slabs, hold)
+                if teams < 16 and taken + what.dynamic_bytes(cut) <= SHARED:
+                    yield cut
+
+
 def candidates(backend, passed, n, width):
     """The launch in use first, which is None."""
-    others = triton_launches(passed, n, width) if backend == "triton" else cuda_cuts(n, width)
-    return [None, *others]
+    if backend == "triton":
+        return [None, *triton_launches(passed, n, width)]
+    return [None, *(ringless_cuts if passed == "forward" else ringed_cuts)(n, width)]
 
 
 class Problem:
@@ -137,8 +157,6 @@ def main():
     told = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none here.")
-    if told.backend == "cuda" and "backward" in told.passes:
-        parser.error("CUDA's backward pass has one launch: there is nothing to try.")
     device = torch.device("cuda", 0)
     tasks = [
         (told.backend, passed, n, width, told.norm, launch)

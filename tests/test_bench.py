@@ -25,6 +25,8 @@ from multigate.bench.flags import parse_flags
 from multigate.bench.listing import listing
 from multigate.bench.results import Results, merged
 from multigate.device import choose
+from multigate.ops import cuda
+from multigate.ops.gate_pool import plan
 from multigate.residuals import residual_names
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -617,6 +619,13 @@ def test_the_launches_that_are_tried():
         assert len(set(others)) == len(others) >= least
         assert all(32 * cut.warps * cut.teams * cut.registers <= 65536 for cut in others)
         assert not any(cut.slots for cut in others)
+    for n, width in ((4, 768), (4, 1024), (8, 768)):
+        first, *others = candidates("cuda", "backward", n, width)
+        assert first is None
+        assert len(set(others)) == len(others) > 20
+        what = plan.problem(n, width, 2, *[torch.empty(0)] * 2)
+        assert cuda.plan(what) in others
+        assert all(cut.slots % -(-width // (256 * cut.warps)) == 0 for cut in others)
 
 
 @pytest.mark.gpu

@@ -113,11 +113,9 @@ class Attention(Sublayer):
         places: Places | None = None,
     ) -> Tensor:
         x = to_compute(x, self.q.weight)
-        # Of products of rows the compiler adds up the three gradients while it makes them.
+        # The compiler adds up the gradients of rows inside the three products that make them.
         rows = x.flatten(0, -2)
-        q, k, v = (
-            split_heads(f(rows).view_as(x), self.heads) for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (split_heads(f(rows).view_as(x), self.heads) for f in (self.q, self.k, self.v))
         if places is None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         else:

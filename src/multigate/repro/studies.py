@@ -90,8 +90,8 @@ def table1(scale: str) -> Study:
                 "AttnRes with and without 1/sqrt(d)",
                 variants,
                 "The paper does not say whether the logits of its AttnRes are divided by sqrt(d): "
-                "both were run, and the one with the lower mean val loss over the seeds that both have "
-                "stands above.",
+                "both were run, and the one with the lower mean val loss, over the seeds that both "
+                "have, stands above.",
             ),
             Group("Related work that the paper cites", RELATED, extra=True),
         ],
