@@ -123,6 +123,8 @@ def test_an_error_is_replaced_when_the_arm_works():
     other = {**row, "norm": True, "us": 2.0}
     rows = merged([{**row, "error": "no compiler."}, other], [{**row, "us": 1.0}])
     assert rows == [{**row, "us": 1.0}, other]
+    pair = [{"case": "step", "compile": on, "ms": 1.0} for on in (True, False)]
+    assert merged(pair[:1], pair[1:]) == pair
 
 
 def test_results_of_another_machine_are_kept_safe(tmp_path):
@@ -507,6 +509,23 @@ def test_the_wide_stack(config, monkeypatch):
     assert model.data[0].grad is not None
     model.step()
     assert model.data[0].grad is None
+
+
+def test_a_scale_without_a_baseline_loses_its_own_rows_only(monkeypatch):
+    jobs = [
+        *steps.planned("wide", ("prenorm", "mgr-competitive"), (2,), choose("cpu"), 2, 1),
+        *steps.planned("tiny", ("prenorm",), (2,), choose("cpu"), 1, 1),
+    ]
+    real = steps.candidate
+
+    def candidate(scale, *rest, **more):
+        if scale == "wide":
+            raise torch.OutOfMemoryError("no room.")
+        return real(scale, *rest, **more)
+
+    monkeypatch.setattr(steps, "candidate", candidate)
+    rows = list(steps.measure_steps(jobs))
+    assert ["error" in row for row in rows] == [True, True, False]
 
 
 def test_every_residual_is_stepped():

@@ -21,6 +21,7 @@ from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.depth_pool.many import Many
 from multigate.ops.depth_pool.op import fused
 from multigate.ops.gate_pool import cuda, exact, passes, plan, reference
+from multigate.ops.gate_pool.op import fused as gate_fused
 from multigate.ops.gate_pool.saved import saved_gates, saved_numbers
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -150,12 +151,13 @@ def test_cuts_without_a_ring():
     """They cover a row, and a multiprocessor has registers and threads for two blocks or more."""
     device = torch.device("cpu")
     for n in range(1, 17):
-        for width in (8, 64, 256, 384, 768, 1024, 1280, 2048, 4096, 8192):
+        for width in (8, 64, 256, 384, 768, 1024, 1280, 2048, 4096, 5120, 8192):
             for itemsize in (2, 4):
                 cut = plan.ringless(n, width, itemsize)
                 what = plan.problem(n, width, itemsize)
                 if cut is None:
-                    assert n > plan.MOST_HELD or width * itemsize >= 16384
+                    # Three chunks a thread leave room for one block of so many warps only.
+                    assert n > plan.MOST_HELD or width * itemsize > 18 * 512
                     assert plan.forward_plan(device, what, ring=False) == launch.plan(what)
                     continue
                 chunks = -(-width * itemsize // (512 * cut.warps))
@@ -284,7 +286,7 @@ def test_opcheck(emulated, dtype):
     (y, streams, *weights), (grad_h, grad_streams) = problem(9, 3, 64, True, dtype)
     # Lists and places are only filled as far as they are used: no two runs need be the same.
     checks = ("test_schema", "test_faketensor")
-    given = (y, streams, *weights, True, 1e-6, 20)
+    given = (y, streams, *weights, True, 1e-6, 20, saved_numbers(3))
     torch.library.opcheck(exact.forward, given, test_utils=checks[1:])
     _, new, saved, *kept, _ = exact.forward(*given)
     given = (grad_h, grad_streams, y, new, *weights, saved, kept, True, 1e-6)
@@ -300,6 +302,20 @@ def test_exact_counts_what_finds_no_room(emulated):
     wrong = (old != streams).sum()
     assert 0 < wrong <= lost.sum()
     torch.testing.assert_close(old, streams, rtol=1e-3, atol=1e-3)
+
+
+def test_streams_are_read_where_they_are(emulated, monkeypatch):
+    """Without a copy, in both passes."""
+    shown, rows = [], launch.rows
+    monkeypatch.setattr(
+        launch, "rows", lambda tensors, room=0: shown.append(tensors) or rows(tensors)
+    )
+    (y, streams, *weights, _), _ = problem(5, 3, 64, True, torch.float32)
+    apart = [s.contiguous().requires_grad_() for s in streams.unbind(1)]
+    h, *_ = gate_fused(y, apart, *weights, None, True, 1e-6, "cuda", saved_numbers(3))
+    torch.autograd.grad(h.sum(), apart)
+    own = [s.data_ptr() for s in apart]
+    assert [[t.data_ptr() for t in tensors] for tensors in shown] == [own, own]
 
 
 def test_no_tokens(emulated):

@@ -183,6 +183,18 @@ SENTENCES = {
         lambda: pool(streams=torch.zeros(8)),
         "needs streams of shape [..., n, D], got (8,).",
     ),
+    "gate_pool no streams": (
+        lambda: pool(streams=torch.zeros(2, 0, 8), bias=torch.zeros(1)),
+        "gate_pool needs streams with numbers, got (2, 0, 8).",
+    ),
+    "depth_pool without a width": (
+        lambda: mg.ops.depth_pool([torch.zeros(2, 0)], torch.zeros(0)),
+        "depth_pool needs sources of shape [..., D], got (2, 0).",
+    ),
+    "depth_pool scalars": (
+        lambda: mg.ops.depth_pool([torch.tensor(1.0)], torch.zeros(1)),
+        "depth_pool needs sources of shape [..., D], got ().",
+    ),
     "depth_pool without sources": (
         lambda: mg.ops.depth_pool([], torch.zeros(8)),
         "needs at least one source",

@@ -17,6 +17,7 @@ from multigate.ops.gate_pool.op import (
     fused_replay,
 )
 from multigate.ops.gate_pool.plan import problem as problem_of
+from multigate.ops.gate_pool.saved import saved_numbers
 
 N, WIDTH = 3, 24
 
@@ -78,12 +79,13 @@ def test_opcheck(norm, unpacked):
     y, streams, w_gate, w_pool, bias, gain = inputs(2, 2)
     given = [s.detach().clone().requires_grad_() for s in streams.unbind(-2)]
     arguments = [y, given if unpacked else [streams], w_gate, w_pool, bias, gain if norm else None]
-    torch.library.opcheck(fused, (*arguments, True, 1e-6, "triton"))
+    options = (True, 1e-6, "triton", saved_numbers(N))
+    torch.library.opcheck(fused, (*arguments, *options))
     plain = [
         None if a is None else [s.detach() for s in a] if isinstance(a, list) else a.detach()
         for a in arguments
     ]
-    h, new, saved = fused(*plain, True, 1e-6, "triton")
+    h, new, saved = fused(*plain, *options)
     torch.library.opcheck(fused_backward, (h, new, *plain, saved, True, 1e-6, "triton"))
     if not unpacked:
         y, (streams,), *rest = plain
@@ -196,12 +198,11 @@ def test_more_streams_than_the_kernels_take(said):
 
 def test_what_cuda_does_not_take_is_done_by_triton_and_said(said):
     y, streams, *weights, _ = (t.detach() for t in inputs(4, width=23))
-    h, *_ = fused(y, [streams], *weights, None, True, 1e-6, "cuda")
+    options = (None, True, 1e-6, "cuda", saved_numbers(N))
+    h, *_ = fused(y, [streams], *weights, *options)
     expected, _ = gate_pool(y, streams, *weights, backend="torch")
     torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-5)
-    fused(
-        y[..., :21], [streams[..., :21]], *(w[..., :21] for w in weights), None, True, 1e-6, "cuda"
-    )
+    fused(y[..., :21], [streams[..., :21]], *(w[..., :21] for w in weights), *options)
     assert said.messages == [f"gate_pool by triton: {cuda.TAKES}"]
 
 
@@ -209,8 +210,10 @@ def test_what_cuda_does_not_take_without_triton(monkeypatch):
     backend.say.cache_clear()
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     y, streams, *weights, _ = (t.detach() for t in inputs(4, width=23))
-    with pytest.raises(RuntimeError, match="is not installed: pip install triton, or set MULTIG"):
-        fused(y, [streams], *weights, None, True, 1e-6, "cuda")
+    with pytest.raises(
+        RuntimeError, match="this call is another, and Triton, which takes it, is not"
+    ):
+        fused(y, [streams], *weights, None, True, 1e-6, "cuda", saved_numbers(N))
 
 
 def test_an_unknown_backend():

@@ -167,10 +167,14 @@ def test_offsets_beyond_two_to_the_31(backend):
     y = torch.zeros(tokens, width, dtype=torch.bfloat16, device="cuda")
     streams = torch.zeros(tokens, n, width, dtype=torch.bfloat16, device="cuda")
     y[-5:], streams[-5:] = leaves[0], leaves[1]
-    h, new = gate_pool(y, streams, *leaves[2:5], norm_weight=leaves[5], backend=backend)
-    few, few_new = gate_pool(*leaves[:5], norm_weight=leaves[5], backend=backend)
-    assert torch.equal(h[-5:], few)
-    assert torch.equal(new[-5:], few_new)
+    made = []
+    for given in ((y, streams), leaves[:2]):
+        ends = [t.detach().requires_grad_() for t in given]
+        h, new = gate_pool(*ends, *leaves[2:5], norm_weight=leaves[5], backend=backend)
+        (h[-5:].float().sum() + new[-5:].float().square().sum()).backward()
+        made.append([t.detach()[-5:] for t in (h, new, *(end.grad for end in ends))])
+    for a, b in zip(*made, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])

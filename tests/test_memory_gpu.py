@@ -9,6 +9,7 @@ from torch import nn
 import multigate as mg
 from multigate.norm import RMSNorm
 from multigate.ops.gate_pool import cuda, exact, reference
+from multigate.ops.gate_pool.saved import saved_numbers
 
 pytestmark = pytest.mark.gpu
 GATES = ["mgr-competitive", "mgr-independent"]
@@ -106,7 +107,11 @@ def test_every_bit_comes_back(n, width, dtype):
     y, streams, weights = problem(700, n, width, dtype)
     if not exact.fits("cuda", 0, n, width, str(dtype)):
         pytest.skip("the kernels do not take this size")
-    h, new, saved, *kept, lost = exact.forward(y, streams, *weights, False, 1e-6, 20)
+    numbers = saved_numbers(n)
+    h, new, saved, *kept, lost = exact.forward(y, streams, *weights, False, 1e-6, 20, numbers)
+    plain = cuda.forward(y, streams.unbind(1), *weights, False, 1e-6)
+    for a, b in zip(plain, (h, new, saved), strict=True):
+        assert torch.equal(a, b)
     assert int(lost) == 0
     grads = (torch.randn_like(h), torch.randn_like(new))
     old, *found = exact.backward(*grads, y, new, *weights, saved, kept, False, 1e-6)

@@ -21,6 +21,7 @@ KEY = (
     "dtype",
     "variant",
     "norm",
+    "compile",
 )
 """What a row is a measurement of; everything else is what was found."""
 

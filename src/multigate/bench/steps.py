@@ -241,12 +241,14 @@ def measure_steps(jobs: Iterable[Job]) -> Iterator[Row]:
     # One model more than the limit and the next one would silently run uncompiled.
     with torch._dynamo.config.patch(recompile_limit=256):
         for job in jobs:
-            if of != job.scale:
-                baseline, of = job.baseline(), job.scale
-            assert baseline is not None
             model: Candidate | None = None
             row = job.row()
             try:
+                if baseline is None or of != job.scale:
+                    # First the old one goes: there may not be room for both.
+                    baseline = None
+                    release(job.compute.device)
+                    baseline, of = job.baseline(), job.scale
                 if not job.is_baseline:
                     model = job.candidate()
                 row |= measured(job, baseline, model)

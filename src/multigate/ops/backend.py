@@ -110,8 +110,8 @@ def instead(op: str, why: str) -> None:
     """Say that Triton does what `op`'s CUDA kernels do not take, or that it is not there."""
     if find_spec("triton") is None:
         raise RuntimeError(
-            f"{op}: {why}, and Triton, which does, is not installed: pip install triton, or set "
-            f"{VARIABLE}=torch."
+            f"{op}: {why}; this call is another, and Triton, which takes it, is not installed: pip "
+            f"install triton, or set {VARIABLE}=torch."
         )
     say(op, "triton", why, False)
 

@@ -81,8 +81,10 @@ def compile_cubin(source: str, defines: Mapping[str, int], capability: tuple[int
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        first = log.value.decode().strip().splitlines()[0]
-        raise RuntimeError(f"a CUDA kernel could not be compiled: {first}")
+        lines = log.value.decode().strip().splitlines()
+        # Warnings may come before it.
+        why = next((line for line in lines if "error" in line), f"error {failed} of NVRTC")
+        raise RuntimeError(f"a CUDA kernel could not be compiled: {why}")
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, cubin)

@@ -43,6 +43,7 @@ def draw(rows: Sequence[Mapping[str, Any]], found: Finished, path: Path, title: 
         panel.set_title(name, fontsize=10)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
+    panels[0].set_ylabel("nats a token")
     for panel in panels[:2]:
         zoom(panel)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)

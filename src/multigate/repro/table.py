@@ -76,7 +76,9 @@ def speeds(found: Result) -> str:
             "beside it on the device, and how much longer that takes than PreNorm's, turn by turn "
             "with it. Peak GiB are those of a run."
         )
-    return "Tokens/s are the median over the second half of a run."
+    shared = any(row["at_once"] > 1 for row in rows)
+    apart = " Runs shared a device: do not compare these between rows." if shared else ""
+    return f"Tokens/s are the median over the second half of a run.{apart}"
 
 
 def group_table(group: Result, found: Result) -> str:

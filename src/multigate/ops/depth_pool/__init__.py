@@ -44,6 +44,10 @@ def depth_pool(
                 f"depth_pool needs sources of one shape, got {tuple(sources[0].shape)} "
                 f"and {tuple(source.shape)}."
             )
+    if sources[0].ndim == 0 or not sources[0].shape[-1]:
+        raise ValueError(
+            f"depth_pool needs sources of shape [..., D], got {tuple(sources[0].shape)}."
+        )
     width = sources[0].shape[-1]
     for name in ("the query", "norm_weight"):
         if name in tensors and tensors[name].shape != (width,):

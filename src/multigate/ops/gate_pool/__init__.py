@@ -12,6 +12,7 @@ from multigate.ops.checks import check_tensors
 from . import reference
 from .op import fused
 from .reference import VARIANTS
+from .saved import saved_numbers
 
 KERNELS = ("cuda", "triton")
 MOST_STREAMS = 16
@@ -52,7 +53,8 @@ def gate_pool(
         whole = given[0] if packed else torch.stack(given, dim=-2)
         return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
     competitive = variant == "competitive"
-    h, new, _ = fused(y, given, w_gate, w_pool, bias, norm_weight, competitive, eps, kernel)
+    options = (competitive, eps, kernel, saved_numbers(len(bias) - competitive))
+    h, new, _ = fused(y, given, w_gate, w_pool, bias, norm_weight, *options)
     return h, new
 
 
@@ -86,6 +88,8 @@ def check(
     batch, n, width = first.shape[:-1], len(streams), first.shape[-1]
     if packed:
         batch, n = batch[:-1], batch[-1]
+    if not n * width:
+        raise ValueError(f"gate_pool needs streams with numbers, got {tuple(first.shape)}.")
     wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         **{f"stream {i}": (stream, tuple(first.shape)) for i, stream in enumerate(streams)},
         "y": (y, (*batch, width)),

@@ -45,13 +45,13 @@ def fits(device: str, index: int | None, n: int, width: int, dtype: str) -> bool
 class Codes(ctypes.Structure):
     """codes.cu's: what puts inverted streams right, or nulls."""
 
-    _fields_ = (("at", ctypes.c_uint64 * 5), ("room", ctypes.c_int))
+    _fields_ = (("at", ctypes.c_uint64 * 4), ("room", ctypes.c_int))
 
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """w_gate, w_pool, bias and the norm's weight."""
-Exact = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes [tokens, n, chunks], places of the groups, the list, and beta [tokens, n]."""
+Exact = tuple[Tensor, Tensor, Tensor]
+"""Codes [tokens, n, chunks], places of the groups, and the list."""
 
 
 def codes_fit(n: int, dtype: torch.dtype) -> bool:
@@ -70,7 +70,7 @@ def forward(
     eps: float,
     cut: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h [tokens, C], new streams [tokens, n, C] and the saved dot products of flattened inputs."""
+    """h [tokens, C], new streams [tokens, n, C] and what is saved, of flattened inputs."""
     weights = (w_gate, w_pool, bias, norm_weight)
     return _forward(y, streams, weights, competitive, eps, cut, None, None)
 
@@ -93,7 +93,6 @@ def exact_forward(
         y.new_empty((tokens, n, width // chunk), dtype=bits),
         y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
         y.new_empty(room),
-        y.new_empty((tokens, n), dtype=torch.float32),
     )
     lost = torch.zeros(max(1, cuda.blocks(tokens, y.device)), dtype=torch.int32, device=y.device)
     h, new, saved = _forward(y, streams, weights, competitive, eps, cut, exact, lost)
@@ -139,7 +138,7 @@ def _codes(exact: Exact | None, lost: Tensor | None, blocks: int) -> Codes:
     if exact is None:
         return Codes()
     tensors = (*exact, lost)
-    at = (ctypes.c_uint64 * 5)(*(0 if t is None else t.data_ptr() for t in tensors))
+    at = (ctypes.c_uint64 * 4)(*(0 if t is None else t.data_ptr() for t in tensors))
     return Codes(at, exact[2].numel() // blocks)
 
 
@@ -248,7 +247,7 @@ def _backward(
     partials = y.new_empty(blocks, columns, dtype=torch.float32)
     # Copies must live until the launch: they have names.
     grads = [None if g is None else cuda.ready(g) for g in (grad_streams, grad_h)]
-    ready = cuda.weights(*weights)
+    ready = cuda.weights(weights[0], weights[1], norm_weight)
     outputs = (dstreams, dy, partials)
     arguments = [
         cuda.rows(streams),

@@ -1,8 +1,8 @@
 """Steps that are inverted to the last bit, as torch.library operators.
 
 `forward` and `backward` are whole steps by the CUDA kernels; `coded` and `uncoded` go with a step
-by any backend. How long their lists are is an argument (one element in so many), because what
-torch.compile has kept of an earlier version is found again by an operator's name and arguments.
+by any backend. How long their lists are is an argument (one element in so many), as what `op` says
+of the numbers that are saved.
 """
 
 import math
@@ -15,7 +15,6 @@ from multigate.ops.backend import at_trace_time
 
 from . import codes, cuda, reference
 from .op import flat_rows, flat_streams, flat_weights, in_dtypes, inverted_shapes
-from .saved import saved_numbers
 
 
 @at_trace_time
@@ -36,8 +35,9 @@ def forward(
     competitive: bool,
     eps: float,
     one_in: int,
+    numbers: int,
 ) -> list[Tensor]:
-    """h, the new streams, `saved`, the four tensors of `cuda.Exact`, and how much was lost."""
+    """h, the new streams, `saved`, the three tensors of `cuda.Exact`, and how much was lost."""
     with torch.cuda.device_of(y):
         h, new, saved, exact, lost = cuda.exact_forward(
             flat_rows(y),
@@ -52,7 +52,7 @@ def forward(
 
 @forward.register_fake
 def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
-    one_in: int = rest[-1]
+    *_, one_in, numbers = rest
     tokens = math.prod(y.shape[:-1])
     n, width = streams.shape[-2:]
     chunk = 16 // y.element_size()
@@ -60,11 +60,10 @@ def _(y: Tensor, streams: Tensor, *rest: Any) -> list[Tensor]:
     return [
         y.new_empty(y.shape),
         streams.new_empty(streams.shape),
-        y.new_empty((tokens, saved_numbers(n)), dtype=torch.float32),
+        y.new_empty((tokens, numbers), dtype=torch.float32),
         y.new_empty((tokens, n, width // chunk), dtype=bits),
         y.new_empty((tokens, -(-width // (32 * chunk))), dtype=torch.int32),
         y.new_empty((_room(streams, one_in),)),
-        y.new_empty((tokens, n), dtype=torch.float32),
         y.new_empty((), dtype=torch.int64),
     ]
 
@@ -95,7 +94,7 @@ def backward(
             flat_streams(y, [new_streams]),
             flat_weights(*given),
             saved,
-            (exact[0], exact[1], exact[2], exact[3]),
+            (exact[0], exact[1], exact[2]),
             competitive,
             eps,
         )

@@ -1,6 +1,8 @@
 """The fused gate_pool as torch.library operators, which autograd and torch.compile understand.
 
-The streams come packed, as one tensor [..., n, D] in a list, or as n tensors [..., D].
+The streams come packed, as one tensor [..., n, D] in a list, or as n tensors [..., D]. How many
+numbers of a token are saved is an argument, because what torch.compile has kept of an earlier
+version is found again by an operator's name and arguments.
 """
 
 import math
@@ -27,8 +29,9 @@ def fused(
     competitive: bool,
     eps: float,
     backend: str,
+    numbers: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h and the new streams as `gate_pool` returns them, and the dot products of each token."""
+    """h and the new streams as `gate_pool` returns them, and what is saved: `saved_numbers`."""
     rows, streams_of = flat_rows(y), flat_streams(y, streams)
     weights = flat_weights(w_gate, w_pool, bias, norm_weight)
     with torch.cuda.device_of(y):
@@ -39,9 +42,9 @@ def fused(
 
 @fused.register_fake
 def _(y: Tensor, streams: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, bias, _, competitive, *_ = rest
+    _, _, bias, _, competitive, *_, numbers = rest
     packed = (*y.shape[:-1], bias.shape[0] - int(competitive), y.shape[-1])
-    saved = y.new_empty((math.prod(y.shape[:-1]), saved_numbers(packed[-2])), dtype=torch.float32)
+    saved = y.new_empty((math.prod(y.shape[:-1]), numbers), dtype=torch.float32)
     return streams[0].new_empty(y.shape), streams[0].new_empty(packed), saved
 
 
@@ -92,7 +95,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    y, streams, w_gate, w_pool, bias, norm_weight, *ctx.options = inputs
+    y, streams, w_gate, w_pool, bias, norm_weight, *ctx.options, _ = inputs
     ctx.save_for_backward(y, w_gate, w_pool, bias, norm_weight, output[2], *streams)
     ctx.set_materialize_grads(False)
 
@@ -102,12 +105,12 @@ def _backward(
 ) -> tuple[Any, ...]:
     y, w_gate, w_pool, bias, norm_weight, saved, *streams = ctx.saved_tensors
     if grad_h is None and grad_streams is None:
-        return None, [None] * len(streams), None, None, None, None, None, None, None
+        return None, [None] * len(streams), *[None] * 8
     dy, dstreams, dw_gate, dw_pool, dbias, *dnorm = fused_backward(
         grad_h, grad_streams, y, streams, w_gate, w_pool, bias, norm_weight, saved, *ctx.options
     )
     per_stream = [dstreams] if _packed(y, streams) else list(dstreams.unbind(-2))
-    return dy, per_stream, dw_gate, dw_pool, dbias, dnorm[0] if dnorm else None, None, None, None
+    return dy, per_stream, dw_gate, dw_pool, dbias, dnorm[0] if dnorm else None, *[None] * 4
 
 
 fused.register_autograd(_backward, setup_context=_setup_context)
@@ -138,7 +141,7 @@ def fused_replay(
         with torch.cuda.device_of(streams):
             states = cuda.replay(packed, rows, saved)
         return [state.view(shape) for state in states]
-    states, options = [], (competitive, eps, backend)
+    states, options = [], (competitive, eps, backend, saved_numbers(shape[-2]))
     for y, *weights in zip(ys, w_gates, w_pools, biases, norm_weights, strict=True):
         _, streams, _ = fused(y, [streams], *weights, *options)
         states.append(streams)

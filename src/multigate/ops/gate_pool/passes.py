@@ -16,7 +16,7 @@ from . import cuda, exact, reference
 from .codes import LISTED
 from .cuda import GROUP, Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_keep, fused_replay
-from .saved import saved_gates
+from .saved import saved_gates, saved_numbers
 
 
 def forward(
@@ -26,7 +26,8 @@ def forward(
     if kernel == "torch":
         w_gate, w_pool, bias, norm_weight = weights
         return reference.step(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
-    return fused(y, [streams], *weights, variant == "competitive", eps, kernel)
+    numbers = saved_numbers(streams.shape[-2])
+    return fused(y, [streams], *weights, variant == "competitive", eps, kernel, numbers)
 
 
 def replay(
@@ -171,7 +172,7 @@ def exact_forward(
 ) -> tuple[Tensor, ...]:
     """h, the new streams, how much could not be kept, `saved`, and what brings the streams back."""
     if kernel == "cuda" and _fits(exact.fits, y, streams):
-        options = (variant == "competitive", eps, LISTED)
+        options = (variant == "competitive", eps, LISTED, saved_numbers(streams.shape[-2]))
         h, new, saved, *kept, lost = exact.forward(y, streams, *weights, *options)
         return h, new, lost, saved, *kept
     h, new, saved = forward(y, streams, weights, variant, eps, kernel)
@@ -180,7 +181,7 @@ def exact_forward(
         packed, listed, lost = exact.coded(streams, new, y, beta, LISTED)
     else:
         packed, listed, lost = exact.coded_in_full(streams, new, y, beta)
-    return h, new, lost, saved, beta, packed, listed
+    return h, new, lost, saved, packed, listed
 
 
 def exact_backward(
@@ -197,11 +198,11 @@ def exact_backward(
 ) -> tuple[Tensor | None, ...]:
     """What `invert_backward` gives, of streams that are the old ones to the last bit."""
     grads = (grad_h, grad_streams)
-    if len(kept) == 4:
+    if len(kept) == 3:
         options = (variant == "competitive", eps)
         found = exact.backward(*grads, y, new_streams, *weights, saved, list(kept), *options)
         return (*found, None)[:7]
-    streams = exact.uncoded(new_streams, y, *kept)
+    streams = exact.uncoded(new_streams, y, gates(saved, new_streams), *kept)
     return streams, *backward(*grads, y, streams, weights, saved, variant, eps, kernel)
 
 

@@ -115,7 +115,8 @@ def _settings(plan: Launch, n: int, width: int, itemsize: int) -> dict[str, Any]
         "HOIST": plan.hoist,
         "num_warps": plan.warps,
     }
-    if plan.max_registers is not None:
+    # Triton's AMD backend knows no such bound.
+    if plan.max_registers is not None and torch.version.hip is None:
         settings["maxnreg"] = plan.max_registers
     return settings
 

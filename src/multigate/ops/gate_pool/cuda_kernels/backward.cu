@@ -12,7 +12,7 @@ struct Terms {
 
 extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     backward(const __grid_constant__ Rows streams, u64 y, u64 grad_streams, u64 grad_h, const float *w_gate,
-             const float *w_pool, const float *bias, const float *gain, const float *saved, u64 dstreams, u64 dy,
+             const float *w_pool, const float *gain, const float *saved, u64 dstreams, u64 dy,
              float *partials, u64 kept, const int *places, const __grid_constant__ Codes codes, u64 old, long long tokens,
              float eps) {
     constexpr int COUNT = NORM ? 4 * N + 2 : 3 * N + 1;
@@ -73,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
     for (long long token = place.first; token < tokens; token += place.stride) {
         // Asked for before the waiting: the answers are here after it.
         const int here = place_of(token), next = place_of(token + SLOTS / SLABS * place.stride);
-        const float known = EXACT && lane < N ? codes.betas[token * N + lane] : 0.0f;
         Code code[N];
         int listed = -1;
         auto ask = [&](int slab) {
@@ -98,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         if (lane < N) {
             mine[lane].h = share;
             if (INVERT) {
-                const float beta = EXACT ? known : here < 0 ? step.beta : 0.0f;
+                const float beta = EXACT || here < 0 ? step.beta : 0.0f;
                 mine[lane].beta = beta;
                 mine[lane].s = unlerp_factor(beta);
             }

@@ -18,7 +18,6 @@ struct Codes {
     Code *codes;   // [tokens, N, CHUNKS]
     int *places;   // [tokens, ROW_GROUPS]: where a group begins in the list, or -1 where it found no room
     Element *list; // `room` for every block
-    float *betas;  // [tokens, N]
     int *lost;     // of each block: elements that found no room
     int room;
 };

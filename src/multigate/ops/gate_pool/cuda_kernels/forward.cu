@@ -104,11 +104,8 @@ extern "C" __global__ void BOUNDS
         __syncwarp();
         if (lane < N) {
             mine[lane] = make_float2(step.beta, step.alpha);
-            if (EXACT) {
+            if (EXACT)
                 factors[team * WARPS + warp][lane] = unlerp_factor(step.beta);
-                if (warp == 0)
-                    codes.betas[token * N + lane] = step.beta;
-            }
         }
         __syncwarp();
 

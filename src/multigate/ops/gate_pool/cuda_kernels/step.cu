@@ -3,18 +3,16 @@
 // Float32 numbers kept for a token: the dot products, 1 / rms of h and the carry, beta and alpha (see ../saved.py).
 constexpr int DOTS = 4 * N + 2, BETA = DOTS + 2, ALPHA = BETA + N, SAVED = (ALPHA + N + 3) / 4 * 4;
 
-// The gate of a stream; lane i (modulo LANES) has stream i's. The same to the bit in whichever kernel: the compiler must
-// not merge products and sums here as it likes there.
-struct Gate {
-    float beta, carry; // gate; the gate's share that goes to no stream (competitive)
-    float gate, r;     // w_gate . rms(s) / sqrt(C); 1 / rms of the stream
+// What the step makes of the dot products of a token; lane i (modulo LANES) has stream i's. The same to the bit in
+// whichever kernel: the compiler must not merge products and sums here as it likes there.
+struct Step {
+    float beta, rest, carry; // gate; 1 - beta; the gate's share that goes to no stream (competitive)
+    float gate, r;           // w_gate . rms(s) / sqrt(C); 1 / rms of the stream
+    float alpha, logit;      // pool weight; w_pool . rms(s') / sqrt(C)
+    float r_new;             // 1 / rms of the new stream
 
-    __device__ __forceinline__ void measure(float ss, float sg, float eps) {
-        r = rsqrtf(__fmaf_rn(ss, SCALE, eps));
-        gate = __fmul_rn(__fmul_rn(sg, r), sqrtf(SCALE));
-    }
-
-    __device__ __forceinline__ void make(float ss, float sg, const float *bias, float eps, int i) {
+    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
+                                         float eps, int i) {
         const bool real = i < N;
         measure(ss, sg, eps);
         const float z = real ? __fadd_rn(gate, bias[COMPETITIVE + min(i, N - 1)]) : LOWEST;
@@ -28,18 +26,6 @@ struct Gate {
             beta = real ? quotient(1.0f, __fadd_rn(1.0f, expf(-z))) : 0.0f;
             carry = 0.0f;
         }
-    }
-};
-
-// What the step makes of the dot products of a token; lane i (modulo LANES) has stream i's.
-struct Step : Gate {
-    float rest;         // 1 - beta
-    float alpha, logit; // pool weight; w_pool . rms(s') / sqrt(C)
-    float r_new;        // 1 / rms of the new stream
-
-    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
-                                         float eps, int i) {
-        Gate::make(ss, sg, bias, eps, i);
         measure_new(ss, sp, sy, yy, yp, eps);
         alpha = softmax(logit, i);
     }
@@ -56,11 +42,17 @@ struct Step : Gate {
     }
 
   private:
+    __device__ __forceinline__ void measure(float ss, float sg, float eps) {
+        r = rsqrtf(__fmaf_rn(ss, SCALE, eps));
+        gate = __fmul_rn(__fmul_rn(sg, r), sqrtf(SCALE));
+    }
+
     __device__ __forceinline__ void measure_new(float ss, float sp, float sy, float yy, float yp, float eps) {
         rest = 1.0f - beta;
-        const float ss_new = rest * rest * ss + 2.0f * beta * rest * sy + beta * beta * yy;
-        r_new = rsqrtf(fmaxf(ss_new, 0.0f) * SCALE + eps);
-        logit = (rest * sp + beta * yp) * r_new * sqrtf(SCALE);
+        const float cross = __fmul_rn(__fmul_rn(2.0f * beta, rest), sy);
+        const float ss_new = __fmaf_rn(__fmul_rn(rest, rest), ss, __fmaf_rn(__fmul_rn(beta, beta), yy, cross));
+        r_new = rsqrtf(__fmaf_rn(fmaxf(ss_new, 0.0f), SCALE, eps));
+        logit = __fmul_rn(__fmul_rn(__fmaf_rn(rest, sp, __fmul_rn(beta, yp)), r_new), sqrtf(SCALE));
     }
 };
 
