@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         if (lane < N) {
             mine[lane].h = share;
             if (INVERT) {
-                const float beta = EXACT || here < 0 ? step.beta : 0.0f;
+                const float beta = here < 0 ? step.beta : 0.0f;
                 mine[lane].beta = beta;
                 mine[lane].s = unlerp_factor(beta);
             }
