@@ -58,29 +58,24 @@ def triton_launches(passed, n, width):
             }
 
 
+def sizes(width):
+    """Numbers of warps for a row, each with the fewest chunks a thread that it takes."""
+    needed = -(-2 * width // 512)
+    return {-(-needed // slabs): slabs for slabs in reversed(SLABS)}.items()
+
+
 def ringless_cuts(n, width):
     """Of the forward pass."""
-    needed = -(-2 * width // 512)
-    seen = set()
-    for slabs, teams, room in product(SLABS, TEAMS, ROOM):
-        warps = -(-needed // slabs)
+    for (warps, slabs), teams, room in product(sizes(width), TEAMS, ROOM):
         # A chunk of a row takes 4 registers; a block must find its own.
-        if warps * teams > 65536 // (32 * room) or 4 * slabs * (n + 1) > room - 32:
-            continue
-        cut = Plan(warps, teams, 0, False, room)
-        if cut not in seen:
-            seen.add(cut)
-            yield cut
+        if warps * teams <= 65536 // (32 * room) and 4 * slabs * (n + 1) <= room - 32:
+            yield Plan(warps, teams, 0, False, room)
 
 
 def ringed_cuts(n, width):
     """Of the backward pass, with both gradients given."""
     what = plan.problem(n, width, 2, *[torch.empty(0)] * 2)
-    needed = -(-2 * width // 512)
-    for slabs in SLABS:
-        warps = -(-needed // slabs)
-        if slabs > 1 and warps == -(-needed // (slabs - 1)):
-            continue
+    for warps, slabs in sizes(width):
         for teams, ahead in product(range(1, MOST_WARPS // warps + 1), AHEAD):
             taken = what.static_bytes(warps, teams)
             # Weights stay in registers only where a thread has one chunk of them.

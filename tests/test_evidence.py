@@ -1,5 +1,6 @@
 """The tables of the pages, and the words of the evidence page, say what the kept results say."""
 
+import gzip
 import json
 import re
 import runpy
@@ -11,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md")
 RESULTS = ("repro/mini/results.json", "benchmarks/results/h200.json")
-PAGE = ROOT / "docs/evidence.md"
+PAGE, MEMORY = ROOT / "docs/evidence.md", ROOT / "docs/memory.md"
 
 
 def run(folder, *flags):
@@ -63,6 +64,29 @@ def test_the_numbers_in_its_words_are_those_of_the_files():
         for of in ("sublayers", "gates")
     )
     assert f"within {1 - least:.4f} of store's in cosine at 72 sublayers" in text
+
+
+def test_what_it_says_of_the_kept_runs():
+    """How far gates open, and what the curves in the figure are of."""
+    text = " ".join(PAGE.read_text().split())
+    opened, apart = [], []
+    for run in sorted((ROOT / "repro/mini/runs").iterdir()):
+        with gzip.open(run / "log.jsonl.gz", "rt") as lines:
+            records = [json.loads(line) for line in lines]
+        last = [r for r in records if r["event"] == "val"][-1]
+        (score,) = [r for r in records if (r["event"], r.get("split")) == ("score", "val")]
+        assert "eval_tokens = 524288" in (run / "config.toml").read_text()
+        apart.append(score["loss"] - last["loss"])
+        if "gate_max" in last and run.name.startswith("mgr-"):
+            opened.append(last["gate_max"])
+    assert f"the largest is {min(opened):.2f} to {max(opened):.2f}" in text
+    assert f"the largest is {min(opened):.2f} to {max(opened):.2f}" in MEMORY.read_text()
+    assert "on 524,288 tokens" in text
+    assert f"about {min(apart):.2f} higher" in text
+    assert f"{min(apart):.2f}" == f"{max(apart):.2f}"
+    studies = json.loads((ROOT / "benchmarks/results/memory_modes.json").read_text())
+    assert max(study["gate"]["max"] for study in studies.values()) < 0.2
+    assert "when no gate is above 0.2" in text
 
 
 def test_what_one_seed_cannot_tell_is_not_told():

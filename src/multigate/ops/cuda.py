@@ -28,7 +28,7 @@ class Plan:
     """0: no ring, which the forward step can do without: a team has one token, and ends."""
     hold: bool
     registers: int = 0
-    """The most that a thread may have; 0: as many as the compiler likes."""
+    """The most that a thread of the forward step may have; 0: as many as the compiler likes."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,7 @@
 //
 // Set by the caller (see ../cuda.py): N streams or sources, C width, DTYPE (0 bfloat16, 1 float16, 2 float32) of rows,
 // NORM (h is written as RMSNorm(h) * gain), WARPS a team, TEAMS a block, SLOTS slabs in a team's ring, HOLD (weights
-// stay in registers over all tokens), REGISTERS (the most of a thread, or 0).
-
-#if REGISTERS
-#define BOUNDS __maxnreg__(REGISTERS)
-#else
-#define BOUNDS __launch_bounds__(THREADS *TEAMS)
-#endif
+// stay in registers over all tokens).
 
 constexpr int BYTES = DTYPE == 2 ? 4 : 2;
 constexpr int CHUNK = 16 / BYTES;                        // numbers in the 16 bytes a thread moves at once

@@ -1,8 +1,8 @@
 """Steps that are inverted to the last bit, as torch.library operators.
 
 `forward` and `backward` are whole steps by the CUDA kernels; `coded` and `uncoded` go with a step
-by any backend. How long their lists are is an argument (one element in so many), as what `op` says
-of the numbers that are saved.
+by any backend. How long their lists are is an argument (one element in so many), for the reason
+that `op` gives.
 """
 
 import math

@@ -1,5 +1,11 @@
 // The forward pass; after codes.cu.
 
+#if REGISTERS
+#define BOUNDS __maxnreg__(REGISTERS)
+#else
+#define BOUNDS __launch_bounds__(THREADS *TEAMS)
+#endif
+
 extern "C" __global__ void BOUNDS
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
