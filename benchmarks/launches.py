@@ -147,7 +147,7 @@ def main():
     parser.add_argument("--widths", type=int, nargs="+", default=[768, 1024, 1280, 2048, 4096])
     parser.add_argument("--passes", nargs="+", default=["forward"])
     parser.add_argument("--norm", action="store_true")
-    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--best", type=int, default=5)
     told = parser.parse_args()
     if not torch.cuda.is_available():
@@ -162,8 +162,8 @@ def main():
     with workers(told.backend) as pool:
         failures = list(pool.map(compiles, tasks))
     copy = copy_gb_s(device)
-    for passed, n, width in product(told.passes, told.streams, told.widths):
-        size = Size(n, width, told.tokens, norm=told.norm)
+    for passed, n, width, tokens in product(told.passes, told.streams, told.widths, told.tokens):
+        size = Size(n, width, tokens, norm=told.norm)
         moved = CASES["gate_pool"].bytes_moved(size, passed)
         rows = []
         with own_stream(device), torch.no_grad():
@@ -179,10 +179,10 @@ def main():
                     partial(problem.run, passed, launch), len(problem.inputs), device, 20
                 )
                 rows.append((us, launch))
-        print(f"{passed} n={n} C={width}: {len(rows)} launches", flush=True)
+        print(f"{passed} n={n} C={width} tokens={tokens}: {len(rows)} launches", flush=True)
         for us, launch in [rows[0], *sorted(rows[1:], key=lambda row: row[0])[: told.best]]:
             share = moved / us / 1e3 / copy
-            print(f"  {us:7.1f} us {share:6.1%}  {launch or 'the one in use'}", flush=True)
+            print(f"  {us:8.2f} us {share:6.1%}  {launch or 'the one in use'}", flush=True)
 
 
 if __name__ == "__main__":

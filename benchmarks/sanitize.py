@@ -39,9 +39,11 @@ def steps(tokens, device, dtype, cut_of):
         weights = (w_gate, w_pool, bias, gain if norm else None)
         grads = (torch.randn_like(y), torch.randn_like(streams))
         each, rest = streams.unbind(1), (competitive, EPS)
-        back = cut_of(launch.plan_on(device, plan.problem(n, width, y.element_size(), *grads)))
+        backward = plan.problem(n, width, y.element_size(), *grads)
         forward = plan.problem(n, width, y.element_size())
-        free, ringed = (cut_of(plan.forward_plan(device, forward, ring)) for ring in (False, True))
+        back = cut_of(plan.backward_plan(device, backward, norm))
+        free = cut_of(plan.forward_plan(device, forward, norm, ring=False))
+        ringed = cut_of(plan.forward_plan(device, forward, norm, ring=True))
 
         _, new, saved = gate.forward(y, each, *weights, *rest, free)
         gate.backward(*grads, y, each, *weights, saved, *rest, back)

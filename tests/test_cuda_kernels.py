@@ -147,18 +147,19 @@ def test_without_a_ring(emulated, n, width, dtype, cut, norm):
         assert torch.equal(a, b)
 
 
-def test_cuts_without_a_ring():
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+def test_cuts_without_a_ring(norm):
     """They cover a row, and a multiprocessor has registers and threads for two blocks or more."""
     device = torch.device("cpu")
     for n in range(1, 17):
         for width in (8, 64, 256, 384, 768, 1024, 1280, 2048, 4096, 5120, 8192):
             for itemsize in (2, 4):
-                cut = plan.ringless(n, width, itemsize)
+                cut = plan.ringless(n, width, itemsize, norm)
                 what = plan.problem(n, width, itemsize)
                 if cut is None:
                     # Three chunks a thread leave room for one block of so many warps only.
                     assert n > plan.MOST_HELD or width * itemsize > 18 * 512
-                    assert plan.forward_plan(device, what, ring=False) == launch.plan(what)
+                    assert plan.forward_plan(device, what, norm, ring=False) == launch.plan(what)
                     continue
                 chunks = -(-width * itemsize // (512 * cut.warps))
                 threads = 32 * cut.warps * cut.teams
@@ -166,13 +167,35 @@ def test_cuts_without_a_ring():
                 assert chunks <= (4 if (n, width) in plan.BETTER else 3)
                 assert 4 * chunks * (n + 1) + 8 <= cut.registers <= 168
                 assert 2 * threads <= min(2048, 4 * (16384 // cut.registers))
-                assert plan.forward_plan(device, what, ring=False) == cut
-                ringed = plan.forward_plan(device, what, ring=True)
+                assert plan.forward_plan(device, what, norm, ring=False) == cut
+                ringed = plan.forward_plan(device, what, norm, ring=True)
                 assert ringed.warps == cut.warps
                 assert ringed.slots >= chunks
     # Sizes of the paper's models.
-    assert [plan.ringless(4, width, 2).warps for width in (768, 1024, 1280)] == [3, 2, 2]
-    assert [plan.ringless(n, 768, 2).registers for n in (4, 8)] == [80, 128]
+    warps = [plan.ringless(4, width, 2, norm).warps for width in (768, 1024, 1280)]
+    assert warps == ([3, 2, 2] if norm else [3, 4, 3])
+    assert [plan.ringless(n, 768, 2, norm).registers for n in (4, 8)] == [80, 128]
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+def test_cuts_of_the_backward_pass(norm, monkeypatch):
+    """Those that were found are used where they fit, for rows of 2 bytes; elsewhere the rule's."""
+    device, found = torch.device("cpu"), torch.empty(0)
+    for n, width in {key[:2] for key in plan.BACKWARD} | {(3, 512), (8, 2048)}:
+        for itemsize, grads in ((2, (found, found)), (2, (None, found)), (4, (found, found))):
+            what = plan.problem(n, width, itemsize, *grads)
+            cut, ruled = plan.backward_plan(device, what, norm), launch.plan(what)
+            better = plan.BACKWARD.get((n, width, norm)) if itemsize == 2 else None
+            assert (cut.teams, cut.slots) == (better or (ruled.teams, ruled.slots))
+            assert (cut.warps, cut.hold) == (ruled.warps, ruled.hold)
+            assert (
+                what.static_bytes(cut.warps, cut.teams) + what.dynamic_bytes(cut) <= launch.SHARED
+            )
+            assert better is None or 512 * cut.warps >= width * itemsize
+    monkeypatch.setattr(plan, "shared_memory", lambda device: 100 * 1024)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 100 * 1024)
+    what = plan.problem(4, 1024, 2, found, found)
+    assert plan.backward_plan(device, what, True) == launch.plan(what, 100 * 1024)
 
 
 @pytest.mark.parametrize("missing", ["h", "streams"])

@@ -12,7 +12,7 @@ from multigate.ops import cuda, nvrtc
 from multigate.ops.backend import at_trace_time
 from multigate.ops.cuda import Plan, Problem, pointer
 
-from .plan import forward_plan, problem
+from .plan import backward_plan, forward_plan, problem
 from .saved import saved_numbers
 
 FOLDER = Path(__file__).with_name("cuda_kernels")
@@ -117,7 +117,7 @@ def _forward(
     if tokens == 0:
         return h, new_streams, saved
     what = problem(n, width, y.element_size())
-    cut = cut or forward_plan(y.device, what, ring=exact is not None)
+    cut = cut or forward_plan(y.device, what, weights[3] is not None, ring=exact is not None)
     assert cut is not None, "takes() has refused what does not fit"
     switches = (competitive, weights[3] is not None, False, False, False, exact is not None)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
@@ -234,7 +234,7 @@ def _backward(
         torch._foreach_zero_(sums)
         return dy, dstreams, dw_gate, dw_pool, dbias, dnorm
     what = problem(n, width, y.element_size(), grad_h, grad_streams)
-    cut = cut or cuda.plan_on(y.device, what)
+    cut = cut or backward_plan(y.device, what, norm_weight is not None)
     assert cut is not None, "takes() has refused what does not fit"
     given = (norm_weight is not None, grad_streams is not None, grad_h is not None)
     switches = (competitive, *given, old is not None, exact is not None)

@@ -1,11 +1,12 @@
 """How the CUDA kernels of the Multi-Gate step cut up their work."""
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from multigate.ops.cuda import Plan, Problem, plan_on
+from multigate.ops.cuda import Plan, Problem, plan_on, shared_memory
 
 from .saved import saved_numbers
 
@@ -29,6 +30,18 @@ BETTER = {
     (8, 1280): (3, 168),
 }
 """Warps and registers of a thread that `benchmarks/launches.py` found, by streams and width."""
+PLAIN = {(4, 1024): (4, 80), (4, 1280): (3, 96)}
+"""The same where h is not normed, if that makes a difference."""
+BACKWARD = {
+    (4, 768, False): (4, 2),
+    (4, 768, True): (4, 2),
+    (4, 1024, False): (2, 2),
+    (4, 1024, True): (3, 3),
+    (4, 1280, False): (2, 2),
+    (4, 2048, False): (1, 3),
+    (8, 1024, True): (2, 2),
+}
+"""Teams of a block and tokens in the ring of each, found likewise, by streams, width and norm."""
 
 
 def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Problem:
@@ -41,7 +54,7 @@ def problem(n: int, width: int, itemsize: int, *gradients: Tensor | None) -> Pro
 
 
 @functools.cache
-def ringless(n: int, width: int, itemsize: int) -> Plan | None:
+def ringless(n: int, width: int, itemsize: int, norm: bool) -> Plan | None:
     """A cut of the forward pass that was fast on an H200; None where a ring is better.
 
     A thread has one or two chunks of a row, three where a multiprocessor would have one block only:
@@ -49,8 +62,9 @@ def ringless(n: int, width: int, itemsize: int) -> Plan | None:
     """
     if n > MOST_HELD:
         return None
-    if itemsize == 2 and (n, width) in BETTER:
-        warps, registers = BETTER[n, width]
+    better = BETTER if norm else BETTER | PLAIN
+    if itemsize == 2 and (n, width) in better:
+        warps, registers = better[n, width]
         return Plan(warps, 1, 0, hold=False, registers=registers)
     needed = -(-width * itemsize // 512)
     best, most = None, 0
@@ -70,9 +84,20 @@ def ringless(n: int, width: int, itemsize: int) -> Plan | None:
     return best
 
 
-def forward_plan(device: torch.device, what: Problem, ring: bool) -> Plan | None:
+def forward_plan(device: torch.device, what: Problem, norm: bool, ring: bool) -> Plan | None:
     """Teams have the same size with a ring and without: their results have the same bits."""
-    free = ringless(what.n, what.width, what.itemsize)
+    free = ringless(what.n, what.width, what.itemsize, norm)
     if free is None:
         return plan_on(device, what)
     return plan_on(device, what, free.warps) if ring else free
+
+
+def backward_plan(device: torch.device, what: Problem, norm: bool) -> Plan | None:
+    """For all modes of memory, whose gradients then have the same bits."""
+    cut = plan_on(device, what)
+    found = BACKWARD.get((what.n, what.width, norm))
+    if cut is None or found is None or what.itemsize != 2:
+        return cut
+    better = replace(cut, teams=found[0], slots=found[1])
+    taken = what.static_bytes(better.warps, better.teams) + what.dynamic_bytes(better)
+    return better if taken <= shared_memory(device) else cut
