@@ -4,6 +4,7 @@ import math
 import runpy
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,20 @@ def test_cuts_of_the_backward_pass(norm, monkeypatch):
     monkeypatch.setattr(launch, "shared_memory", lambda device: 100 * 1024)
     what = plan.problem(4, 1024, 2, found, found)
     assert plan.backward_plan(device, what, True) == launch.plan(what, 100 * 1024)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+def test_cuts_are_those_for_the_norm(emulated, monkeypatch, norm):
+    asked = []
+
+    def spy(of, device, what, norm, **ring):
+        asked.append((norm, what.backward))
+        return of(device, what, norm, **ring)
+
+    for name in ("forward_plan", "backward_plan"):
+        monkeypatch.setattr(cuda, name, partial(spy, getattr(plan, name)))
+    check(*problem(7, 3, 64, True, torch.float32), True, norm)
+    assert set(asked) == {(norm, False), (norm, True)}
 
 
 @pytest.mark.parametrize("missing", ["h", "streams"])
