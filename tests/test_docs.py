@@ -175,7 +175,7 @@ def rows_of_the_h200():
 
 
 def test_a_few_tokens_are_fast():
-    """The CUDA kernels hold the goal for decoding up to C=1024, and are faster than compile."""
+    """The CUDA kernels hold the goal for decoding, and are faster than compile; or it is told."""
     found = {
         (row["tokens"], row["pass"], row["backend"], row["width"]): row["us"]
         for row in rows_of_the_h200()
@@ -186,6 +186,9 @@ def test_a_few_tokens_are_fast():
     for (tokens, name, _, width), us in ours.items():
         assert us < found[tokens, name, "compile", width]
         assert us <= (3 if width < 1280 else 3.2) or name == "backward" or tokens > 16
+    one, some = (ours[tokens, "forward", "cuda", 1280] for tokens in (1, 16))
+    missed = f"At C = 1280 one and 16 tokens take {one:.1f} and {some:.1f} us; our goal was 3."
+    assert max(one, some) <= 3 or missed in (ROOT / "docs/kernels.md").read_text()
 
 
 def test_the_ratios_in_the_readme_are_those_of_the_file():

@@ -89,6 +89,26 @@ def test_what_it_says_of_the_kept_runs():
     assert "when no gate is above 0.2" in text
 
 
+def test_what_it_says_of_seeds_and_of_the_best_row():
+    text = " ".join(PAGE.read_text().split())
+    found = json.loads((ROOT / "repro/mini/results.json").read_text())
+    rows, _, related = (group["rows"] for group in found["groups"])
+    seeds = {row["label"]: len(row["seeds"]) for row in rows}
+    four = ("Independent MGR (n=4)", "Competitive MGR (n=4)")
+    two = {"PreNorm", "mHC-lite (n=4)", *four}
+    assert seeds == {label: 2 if label in two else 1 for label in seeds}
+    assert "PreNorm, mHC-lite and MGR with four streams have two, the other rows one" in text
+    best = min((*rows, *related), key=lambda row: row["losses"]["test"]["mean"])
+    assert best["label"] == "mHC (n=4)"
+    assert f"{best['parameters'] / rows[0]['parameters'] - 1:.0%} more parameters" in text
+    test = {name: run["test"] for name, run in found["runs"].items()}
+    for name, loss in test.items():
+        if name.startswith("mgr-"):
+            assert loss < test[f"prenorm-lr2-seed{name[-1]}"]
+    assert "has the lowest loss of all" in text
+    assert "every MGR is ahead in every seed" in text
+
+
 def test_what_one_seed_cannot_tell_is_not_told():
     """No verdict on a comparison of losses before there are several seeds."""
     found = json.loads((ROOT / "repro/mini/results.json").read_text())

@@ -117,9 +117,10 @@ def _forward(
     if tokens == 0:
         return h, new_streams, saved
     what = problem(n, width, y.element_size())
-    cut = cut or forward_plan(y.device, what, weights[3] is not None, ring=exact is not None)
+    norm = weights[3] is not None
+    cut = cut or forward_plan(y.device, what, norm, ring=exact is not None)
     assert cut is not None, "takes() has refused what does not fit"
-    switches = (competitive, weights[3] is not None, False, False, False, exact is not None)
+    switches = (competitive, norm, False, False, False, exact is not None)
     kernel, _ = _kernels(y.device, what, y.dtype, cut, switches)
     ready = cuda.weights(*weights)
     blocks = cuda.blocks(tokens, y.device) if cut.slots else -(-tokens // cut.teams)
