@@ -55,6 +55,11 @@ __device__ __forceinline__ uint4 pack(const float *v) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// Whether a thread has a chunk of a row in this slab; in all but the last every thread has.
+__device__ __forceinline__ bool in_row(int slab, int member) {
+    return (slab + 1) * THREADS <= CHUNKS || slab * THREADS + member < CHUNKS;
+}
+
 // The weights of a thread's chunk, from memory that the kernel never writes.
 __device__ __forceinline__ void load_weights(const float *w, int chunk, float *v) {
 #pragma unroll

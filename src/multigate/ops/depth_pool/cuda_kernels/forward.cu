@@ -101,8 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
         }
         slot = at;
 
+        const Gain gains(gain, member);
         const float r_h = NORM ? rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps) : 0.0f;
-        store_pooled(h_row, pooled, r_h, gain, member);
+        store_pooled(h_row, pooled, r_h, gains, member);
         if (warp == 0) {
             float *row = saved + token * SAVED;
             if (lane < N)

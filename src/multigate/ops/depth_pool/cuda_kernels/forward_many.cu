@@ -102,8 +102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS *TEAMS)
                 for (int k = 0; k < CHUNK; k++)
                     hh += pooled[slab][k] * pooled[slab][k];
         }
+        const Gain gains(gain, member);
         const float r_h = NORM ? __frsqrt_rn(over_team(hh, square[team], team, warp) * SCALE + eps) : 0.0f;
-        store_pooled(h + token * ROW_BYTES, pooled, r_h, gain, member);
+        store_pooled(h + token * ROW_BYTES, pooled, r_h, gains, member);
         if (warp == 0 && lane == 0)
             *reinterpret_cast<Kept *>(saved + token * numbers) = {r_h, top, total, 0.0f};
     }

@@ -6,6 +6,15 @@
 #define BOUNDS __launch_bounds__(THREADS *TEAMS)
 #endif
 
+// A row of weights comes closer, so that a sweep of several slabs need not wait for each.
+__device__ __forceinline__ void prefetch_row(const float *w, int member) {
+    constexpr int LINE = 32; // floats
+#pragma unroll
+    for (int line = 0; line < (C + LINE - 1) / LINE; line += THREADS)
+        if ((line + member) * LINE < C)
+            prefetch(w + (line + member) * LINE);
+}
+
 extern "C" __global__ void BOUNDS
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
@@ -51,6 +60,11 @@ extern "C" __global__ void BOUNDS
     }
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
+    const Bias the_bias(bias, stream);
+    if (!RING && SLABS > 1) {
+        prefetch_row(w_gate, member);
+        prefetch_row(w_pool, member);
+    }
     // Without a ring a thread keeps its chunks from the first sweep to the second.
     uint4 kept[RING ? 1 : SLABS][N + 1];
     auto read = [&](int slab, int slot, int i) { return RING ? ring.row(slot, i)[member] : kept[RING ? 0 : slab][i]; };
@@ -63,7 +77,7 @@ extern "C" __global__ void BOUNDS
                 const int c = slab * THREADS + member;
 #pragma unroll
                 for (int i = 0; i <= N; i++)
-                    if (CHUNKS % THREADS == 0 || c < CHUNKS)
+                    if (in_row(slab, member))
                         kept[slab][i] = __ldg(reinterpret_cast<const uint4 *>(row(token, i)) + c);
             }
         }
@@ -105,7 +119,7 @@ extern "C" __global__ void BOUNDS
         const float ss = total.get(i), sg = total.get(N + i), sp = total.get(2 * N + i), sy = total.get(3 * N + i);
         const float yy = total.get(4 * N), yp = total.get(4 * N + 1);
         Step step;
-        step.make(ss, sg, sp, sy, yy, yp, bias, eps, stream);
+        step.make(ss, sg, sp, sy, yy, yp, the_bias, eps, stream);
         float2 *mine = coefficients[team * WARPS + warp];
         __syncwarp();
         if (lane < N) {
@@ -125,7 +139,7 @@ extern "C" __global__ void BOUNDS
 #pragma unroll
             for (int k = 0; k < CHUNK; k++)
                 pooled[slab][k] = 0.0f;
-            if (CHUNKS % THREADS == 0 || c < CHUNKS) {
+            if (in_row(slab, member)) {
                 float v[CHUNK], s[CHUNK];
                 unpack(read(slab, at, N), v);
 #pragma unroll
@@ -185,8 +199,9 @@ extern "C" __global__ void BOUNDS
 
         float r = 0.0f;
         if (NORM) {
+            const Gain gains(gain, member);
             r = rsqrtf(over_team(hh, square[team], team, warp) * SCALE + eps);
-            store_pooled(h_row, pooled, r, gain, member);
+            store_pooled(h_row, pooled, r, gains, member);
         }
         if (warp == 0) {
             float *line = saved + token * SAVED;

@@ -3,6 +3,14 @@
 // Float32 numbers kept for a token: the dot products, 1 / rms of h and the carry, beta and alpha (see ../saved.py).
 constexpr int DOTS = 4 * N + 2, BETA = DOTS + 2, ALPHA = BETA + N, SAVED = (ALPHA + N + 3) / 4 * 4;
 
+// The bias of the stream that a lane has, and of the share that goes to no stream (competitive).
+struct Bias {
+    float own, rest;
+
+    __device__ __forceinline__ Bias(const float *bias, int i)
+        : own(__ldg(bias + COMPETITIVE + min(i, N - 1))), rest(COMPETITIVE ? __ldg(bias) : 0.0f) {}
+};
+
 // What the step makes of the dot products of a token; lane i (modulo LANES) has stream i's. The same to the bit in
 // whichever kernel: the compiler must not merge products and sums here as it likes there.
 struct Step {
@@ -11,14 +19,14 @@ struct Step {
     float alpha, logit;      // pool weight; w_pool . rms(s') / sqrt(C)
     float r_new;             // 1 / rms of the new stream
 
-    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, const float *bias,
+    __device__ __forceinline__ void make(float ss, float sg, float sp, float sy, float yy, float yp, Bias bias,
                                          float eps, int i) {
         const bool real = i < N;
         measure(ss, sg, eps);
-        const float z = real ? __fadd_rn(gate, bias[COMPETITIVE + min(i, N - 1)]) : LOWEST;
+        const float z = real ? __fadd_rn(gate, bias.own) : LOWEST;
         if (COMPETITIVE) {
-            const float top = fmaxf(largest(z), bias[0]);
-            const float e = real ? expf(z - top) : 0.0f, e0 = expf(bias[0] - top);
+            const float top = fmaxf(largest(z), bias.rest);
+            const float e = real ? expf(z - top) : 0.0f, e0 = expf(bias.rest - top);
             const float total = __fadd_rn(over_streams(e), e0);
             beta = quotient(e, total);
             carry = quotient(e0, total);
