@@ -103,7 +103,7 @@ SCALES = ("s", "m", "l", "wide")
 
 
 def measured(case: str, **fields: Any) -> list[Row]:
-    """The rows of a case without a norm in which these fields have these values."""
+    """The rows of a case, without a norm unless told, in which these fields have these values."""
     rows = [row for row in kept("benchmarks/results/h200.json")["rows"] if row["case"] == case]
     wanted = {"norm": False, **fields} if case != "step" else fields
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
@@ -164,14 +164,16 @@ def depth() -> str:
 def few() -> str:
     """Few tokens, as in decoding."""
     columns = list(product(("cuda", "compile"), WIDTHS[:3]))
+    kinds = (("forward", False), ("forward", True), ("backward", False))
     lines = []
-    for tokens, name in product((1, 16, 256, 1024), PASSES):
-        of = {"case": "gate_pool", "pass": name, "n": 4, "tokens": tokens}
+    for tokens, (name, norm) in product((1, 16, 256, 1024), kinds):
+        of = {"case": "gate_pool", "pass": name, "n": 4, "tokens": tokens, "norm": norm}
         times = cells(
             lambda row: f"{row['us']:.1f}",
             ({**of, "backend": backend, "width": width} for backend, width in columns),
         )
-        lines.append((str(tokens), name, *times))
+        if any(times):
+            lines.append((str(tokens), f"{name}, norm" if norm else name, *times))
     head = [f"`{backend}`, C=768" if width == 768 else str(width) for backend, width in columns]
     return table(("tokens", "pass", *head), lines, words=2)
 

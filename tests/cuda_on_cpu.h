@@ -185,7 +185,6 @@ inline u32 to_bfloat(float number) {
 }
 inline u32 two_to_bfloat(float low, float high) { return to_bfloat(low) | to_bfloat(high) << 16; }
 inline void pin(float &) {}
-inline void prefetch(const void *) {}
 
 inline void settle(MemoryBarrier &b) {
     if (b.pending == 0 && b.bytes == 0)

@@ -176,19 +176,28 @@ def rows_of_the_h200():
 
 def test_a_few_tokens_are_fast():
     """The CUDA kernels hold the goal for decoding, and are faster than compile; or it is told."""
-    found = {
-        (row["tokens"], row["pass"], row["backend"], row["width"]): row["us"]
+    few = [
+        row
         for row in rows_of_the_h200()
         if row["case"] == "gate_pool" and row["n"] == 4 and row["tokens"] <= 1024
-    }
-    ours = {key: us for key, us in found.items() if key[2] == "cuda"}
+    ]
+    plain, normed = (
+        {
+            (row["tokens"], row["pass"], row["backend"], row["width"]): row["us"]
+            for row in few
+            if row["norm"] == norm
+        }
+        for norm in (False, True)
+    )
+    ours = {key: us for key, us in plain.items() if key[2] == "cuda"}
     assert len(ours) == 4 * 2 * 3
     for (tokens, name, _, width), us in ours.items():
-        assert us < found[tokens, name, "compile", width]
-        assert us <= (3 if width < 1280 else 3.2) or name == "backward" or tokens > 16
-    one, some = (ours[tokens, "forward", "cuda", 1280] for tokens in (1, 16))
-    missed = f"At C = 1280 one and 16 tokens take {one:.1f} and {some:.1f} us; our goal was 3."
-    assert max(one, some) <= 3 or missed in (ROOT / "docs/kernels.md").read_text()
+        assert us < plain[tokens, name, "compile", width]
+        assert us <= 3 or name == "backward" or tokens > 16
+    missed = {key: us for key, us in normed.items() if key[1] == "forward" and us > 3}
+    assert {key[3] for key in missed} == {1280}
+    one, some = (missed[tokens, "forward", "cuda", 1280] for tokens in (1, 16))
+    assert f": {one:.1f} and {some:.1f} us at C = 1280." in (ROOT / "docs/kernels.md").read_text()
 
 
 def test_the_ratios_in_the_readme_are_those_of_the_file():

@@ -23,9 +23,6 @@ __device__ __forceinline__ u32 two_to_bfloat(float low, float high) {
     return word;
 }
 
-// Brings a line of memory into the cache next to the thread, which does not wait for it.
-__device__ __forceinline__ void prefetch(const void *p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
-
 // Keeps a number in its register: else the compiler may prefer to load it anew.
 __device__ __forceinline__ void pin(float &number) { asm volatile("" : "+f"(number)); }
 

@@ -6,15 +6,6 @@
 #define BOUNDS __launch_bounds__(THREADS *TEAMS)
 #endif
 
-// A row of weights comes closer, so that a sweep of several slabs need not wait for each.
-__device__ __forceinline__ void prefetch_row(const float *w, int member) {
-    constexpr int LINE = 32; // floats
-#pragma unroll
-    for (int line = 0; line < (C + LINE - 1) / LINE; line += THREADS)
-        if ((line + member) * LINE < C)
-            prefetch(w + (line + member) * LINE);
-}
-
 extern "C" __global__ void BOUNDS
     forward(const __grid_constant__ Rows streams, u64 y, const float *w_gate, const float *w_pool, const float *bias,
             const float *gain, u64 h, u64 new_streams, float *saved, const __grid_constant__ Codes codes,
@@ -61,10 +52,6 @@ extern "C" __global__ void BOUNDS
 
     const Weights gate_weights(w_gate, member), pool_weights(w_pool, member);
     const Bias the_bias(bias, stream);
-    if (!RING && SLABS > 1) {
-        prefetch_row(w_gate, member);
-        prefetch_row(w_pool, member);
-    }
     // Without a ring a thread keeps its chunks from the first sweep to the second.
     uint4 kept[RING ? 1 : SLABS][N + 1];
     auto read = [&](int slab, int slot, int i) { return RING ? ring.row(slot, i)[member] : kept[RING ? 0 : slab][i]; };
