@@ -21,8 +21,7 @@ from multigate.repro import look, worker
 from multigate.repro.command import summary
 from multigate.repro.config import ReproConfig, SummaryConfig
 from multigate.repro.dry import dry_run
-from multigate.repro.figure import mean_curve
-from multigate.repro.kept import Kept, read_all, read_kept, thinned, write_kept
+from multigate.repro.kept import read_all, read_kept, thinned, write_kept
 from multigate.repro.queue import Clock
 from multigate.train import NotFinite, train
 from runs import prepared, quiet
@@ -135,6 +134,31 @@ def test_every_number_is_that_of_the_runs_themselves(made):
         for r in read_log(folder_of(config, "prenorm", seed), "val")
     ]
     assert shown["PreNorm"]["peak GiB"] == f"{max(most):.2f}"
+
+
+def test_pooled_verdicts_are_by_the_noise_of_all_rows(made):
+    """Four cells of two seeds: three degrees of freedom, t = 3.182."""
+    config = made[0]
+    page = (config.out / "TABLE.md").read_text()
+    keys = ("prenorm", "attnres-full", "attnres-full-scaled", "mgr-competitive-4")
+    test = {key: [own_losses(config, key, seed)["test"] for seed in (0, 1)] for key in keys}
+    apart = [one - two for one, two in test.values()]
+    left = sum((x - fmean(apart)) ** 2 for x in apart) / 2
+    deviation = math.sqrt(left / 3)
+    assert f"standard deviation of {deviation:.4f} (3 degrees of freedom" in page
+    highway = own_losses(config, "highway", 0)["test"]
+    shown = {label: row for t in SECTIONS[:3] for label, row in rows(page, t).items()}
+    for label, losses in (
+        ("Competitive MGR (n=4)", test["mgr-competitive-4"]),
+        ("Highway", [highway]),
+    ):
+        mean = fmean(a - b for a, b in zip(losses, test["prenorm"], strict=False))
+        half = 3.182446 * deviation * math.sqrt(2 / len(losses))
+        verdict, bound = shown[label]["pooled"].split(" (± ")
+        assert float(bound.rstrip(")")) == pytest.approx(half, abs=6e-5)
+        assert verdict == (
+            "cannot tell" if abs(mean) <= half else "lower" if mean < 0 else "higher"
+        )
 
 
 def test_the_scores_are_of_the_last_weights_on_every_token(made, monkeypatch):
@@ -732,19 +756,3 @@ def test_the_dry_run_of_the_papers_table_is_one_command(capsys, monkeypatch, tmp
     assert "Muon 0.01, AdamW 0.003, warm-up 200, cosine to 10%, weight decay 0.1" in shown
     assert "results in repro/s" in shown
     assert shown.count("123,587,328") == 18
-
-
-def test_the_curves_are_means_over_seeds():
-    """Of the steps that all seeds have; a long run's are averaged over neighbours."""
-
-    def run(shift, steps):
-        losses = [{"event": "train", "step": k, "loss": 3.0 + shift + k / 1e4} for k in steps]
-        return Kept("run", {}, {}, losses)
-
-    steps, losses = mean_curve([run(0.0, range(1, 8)), run(1.0, range(3, 9))], "train", 5)
-    assert steps.tolist() == [3, 4, 5, 6, 7]
-    assert losses == pytest.approx([3.5 + k / 1e4 for k in range(3, 8)])
-    kept = [*range(10, 1300, 10), *range(1300, 1501)]
-    steps, losses = mean_curve([run(0.0, kept)], "train", 5)
-    assert steps.tolist() == [*range(30, 1501, 50)]
-    assert losses == pytest.approx([3 + k / 1e4 for k in steps])

@@ -5,7 +5,15 @@ import random
 
 import pytest
 
-from multigate.repro.stats import Difference, paired, spread, t_probability, t_quantile
+from multigate.repro.stats import (
+    Difference,
+    Noise,
+    noise,
+    paired,
+    spread,
+    t_probability,
+    t_quantile,
+)
 
 # Two-sided quantiles as every textbook prints them.
 TABLE = {
@@ -85,3 +93,67 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
         found = paired(cell, dict.fromkeys(range(4), 0.0))
         held += abs(found.mean - 0.5) <= found.half
     assert held / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_noise_is_what_cells_and_seeds_do_not_explain():
+    """Three cells of three seeds: the interaction of an analysis of variance in two ways."""
+    losses = [[3.0, 3.4, 3.1], [2.8, 3.3, 2.9], [2.9, 3.1, 3.3]]
+    cells = [dict(enumerate(row)) for row in losses]
+    grand = sum(map(sum, losses)) / 9
+    left = [
+        losses[i][j] - sum(losses[i]) / 3 - sum(row[j] for row in losses) / 3 + grand
+        for i in range(3)
+        for j in range(3)
+    ]
+    found = noise([*cells, {0: 99.0}])
+    assert found.freedom == 4
+    assert found.deviation == pytest.approx(math.sqrt(sum(x * x for x in left) / 4))
+    assert found.half(3) == pytest.approx(2.776445 * found.deviation * math.sqrt(2 / 3), rel=1e-6)
+    # A shift of a whole cell or of a whole seed is no noise.
+    shifted = [
+        {seed: x + k + 7 * (seed == 1) for seed, x in c.items()} for k, c in enumerate(cells)
+    ]
+    assert noise(shifted).deviation == pytest.approx(found.deviation)
+
+
+def test_noise_of_two_cells_is_that_of_their_difference():
+    """Where both have the same seeds; what only one has says nothing of either."""
+    cell, other = {0: 3.0, 1: 3.4, 2: 3.2}, {0: 3.1, 1: 3.6, 2: 3.3}
+    found = noise([cell, other])
+    own = spread([cell[seed] - other[seed] for seed in cell])
+    assert (found.freedom, found.deviation) == (2, pytest.approx(own.deviation / math.sqrt(2)))
+    assert noise([{**cell, 3: 9.0}, other]) == Noise(pytest.approx(found.deviation), 2)
+    assert paired(cell, other, found).pooled == pytest.approx(paired(cell, other).half)
+
+
+def test_no_noise_without_freedom():
+    assert noise([]) is None
+    assert noise([{0: 1.0}, {0: 2.0, 1: 3.0}]) is None
+    assert noise([{0: 1.0, 1: 2.0}, {2: 2.0, 3: 3.0}]) is None
+    assert paired({0: 2.0}, {0: 3.0}).pooled_verdict is None
+
+
+def test_pooled_verdicts():
+    one = paired({0: 2.0}, {0: 2.1}, Noise(0.02, 13))
+    assert one.pooled == pytest.approx(2.160369 * 0.02 * math.sqrt(2), rel=1e-6)
+    assert (one.verdict, one.pooled_verdict) == ("one seed, no interval", "lower")
+    assert paired({0: 2.0}, {0: 2.05}, Noise(0.02, 13)).pooled_verdict == "cannot tell"
+    assert paired({0: 2.1}, {0: 2.0}, Noise(0.02, 13)).pooled_verdict == "higher"
+
+
+def test_the_pooled_interval_holds_the_truth_as_often_as_it_says():
+    """Of six cells with one to three seeds each, which shift all cells alike."""
+    draw = random.Random(1)
+    held = count = 0
+    for _ in range(1500):
+        shifts = [draw.gauss(0.0, 3.0) for _ in range(3)]
+        cells = [
+            {seed: k + shifts[seed] + draw.gauss(0.0, 1.0) for seed in range(seeds)}
+            for k, seeds in enumerate((3, 3, 3, 2, 2, 1))
+        ]
+        of_all = noise(cells)
+        for k in (1, 3, 5):
+            found = paired(cells[k], cells[0], of_all)
+            held += abs(found.mean - k) <= found.pooled
+            count += 1
+    assert held / count == pytest.approx(0.95, abs=0.015)

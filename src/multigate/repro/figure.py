@@ -1,4 +1,4 @@
-"""The loss curves of a study's first table, and how far each is from the first one."""
+"""The losses of a study's first table: curves, and how far each row ends from the first one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,40 +17,76 @@ SMOOTH = 5
 ENOUGH = 20
 
 
-def draw(rows: Sequence[Mapping[str, Any]], found: Finished, path: Path, title: str) -> bool:
-    """Training and val loss by step, and val loss less that of the first row; means over seeds.
+def draw(
+    rows: Sequence[Mapping[str, Any]], found: Finished, split: str, path: Path, title: str
+) -> bool:
+    """Training loss by step; val loss, and at the end that of `split`, less those of the first row.
 
-    Returns whether there was anything to draw.
+    Means over seeds, differences over the seeds that both have. Returns whether there was anything
+    to draw.
     """
-    runs = {row["label"]: list(found.of(row["cell"]).values()) for row in rows}
-    runs = {label: kept for label, kept in runs.items() if kept}
-    if not runs:
+    cells = {row["cell"]: row["label"] for row in rows if found.of(row["cell"])}
+    if not cells:
         return False
     figures = optional("matplotlib.figure", "plot", "the figure of the losses")
     figure = figures.Figure(figsize=(12.5, 4.2), layout="constrained")
     panels = figure.subplots(1, 3)
-    reference = mean_curve(next(iter(runs.values())), "val", 1)
-    for k, (label, kept) in enumerate(runs.items()):
+    first, name = next(iter(cells.items()))
+    for k, cell in enumerate(cells):
+        runs = found.of(cell)
         style = {"color": f"C{k % 10}", "linestyle": "-" if k < 10 else "--", "linewidth": 1.2}
-        panels[0].plot(*mean_curve(kept, "train", SMOOTH), **style)
-        steps, losses = mean_curve(kept, "val", 1)
-        panels[1].plot(steps, losses, **style)
-        same = np.intersect1d(steps, reference[0])
-        apart = losses[np.isin(steps, same)] - reference[1][np.isin(reference[0], same)]
-        panels[2].plot(same, apart, marker=".", label=label, **style)
-    names = ("training loss", "val loss", f"val loss - {next(iter(runs))}")
-    for panel, name in zip(panels, names, strict=True):
-        panel.set_title(name, fontsize=10)
-        panel.set_xlabel("step")
+        panels[0].plot(*mean_curve(list(runs.values()), "train", SMOOTH), **style)
+        panels[1].plot(*apart(runs, found.of(first)), marker=".", **style)
+        if cell != first and (difference := found.differences(cell, first).get(split)):
+            interval(panels[2], k, difference)
+    titles = ("training loss", f"val loss - {name}", f"{split} loss - {name}, at the end")
+    for panel, text in zip(panels, titles, strict=True):
+        panel.set_title(text, fontsize=10)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("nats a token")
     for panel in panels[:2]:
-        zoom(panel)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        panel.set_xlabel("step")
+    panels[0].set_ylabel("nats a token")
+    zoom(panels[0])
+    name_rows(panels[2], list(cells.values()))
     figure.suptitle(title, fontsize=11)
     # Without the version of matplotlib: the same logs make the same file.
     figure.savefig(path, dpi=120, metadata={"Software": None})
     return True
+
+
+def apart(runs: Mapping[int, Kept], others: Mapping[int, Kept]) -> Curve:
+    """Val loss less that of `others`, over the seeds and the steps that both have."""
+    seeds = sorted(set(runs) & set(others))
+    if not seeds:
+        return np.array([]), np.array([])
+    (steps, losses), (at, beside) = (
+        mean_curve([of[seed] for seed in seeds], "val", 1) for of in (runs, others)
+    )
+    same = np.intersect1d(steps, at)
+    return same, losses[np.isin(steps, same)] - beside[np.isin(at, same)]
+
+
+def name_rows(panel: Any, labels: Sequence[str]) -> None:
+    """The names at the right, in the colours of all panels, the first on top."""
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.yaxis.tick_right()
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    for k, label in enumerate(panel.get_yticklabels()):
+        label.set_color(f"C{k % 10}")
+    panel.set_ylim(len(labels) - 0.5, -0.5)
+    panel.set_xlabel("dots: seeds; bars: 95%, its own thin, pooled thick")
+
+
+def interval(panel: Any, place: int, difference: Mapping[str, Any]) -> None:
+    """A difference: its seeds as dots, its mean as a line, its two intervals as bars."""
+    mean, color = difference["mean"], f"C{place % 10}"
+    faint = {"color": color, "alpha": 0.35, "solid_capstyle": "butt"}
+    for half, width in ((difference["half"], 2), (difference["pooled"], 8)):
+        if half is not None:
+            ends = [mean - half, mean + half]
+            panel.plot(ends, [place] * 2, linewidth=width, **faint)
+    panel.plot(difference["each"], [place] * len(difference["each"]), ".", color=color)
+    panel.plot([mean], [place], "|", color=color, markersize=16)
 
 
 def mean_curve(runs: Sequence[Kept], event: str, smooth: int) -> Curve:

@@ -9,7 +9,7 @@ from .cells import Cell
 from .kept import Kept, read_all, read_speeds
 from .plan import run_name, split_name
 from .settings import Settings
-from .stats import paired, spread
+from .stats import noise, paired, spread
 from .studies import STUDIES, Group, Study
 
 LOSSES = ("train", "val", "test")
@@ -27,8 +27,8 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
     kept = read_all(out)
     study = STUDIES[name](settings.config["scale"])
     factor = 1.0 if settings.lr_factor is None else settings.lr_factor
-    found = Finished(kept, factor, read_speeds(out))
     cells = study.cells()
+    found = Finished(kept, factor, read_speeds(out), cells)
     asked = settings.studies[name]
     runs = {run: kept[run] for run in asked if run in kept}
     finished = {run: k for run, k in runs.items() if k.finished}
@@ -46,6 +46,7 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
         "learning_rate": learning_rate(settings, kept),
         "groups": [g for g in map(table, study.groups) if g["rows"]],
         "pairs": pairs(study, cells, found, settings.config["scale"]),
+        "noise": {name: plain(n) for name, n in found.noise.items() if n is not None},
         "runs": {run: measured(k) for run, k in finished.items()},
         "failed": {run: k.failure for run, k in runs.items() if not k.finished},
         "missing": [run for run in asked if run not in kept],
@@ -66,9 +67,12 @@ class Finished:
         kept: Mapping[str, Kept],
         factor: float,
         speeds: Mapping[str, Mapping[str, Any]] | None = None,
+        cells: Iterable[str] = (),
     ) -> None:
         self.kept, self.factor, self.speeds = kept, factor, speeds or {}
         self.seeds = sorted({int(run.config["seed"]) for run in kept.values()})
+        keys = list(cells)
+        self.noise = {name: noise(self.losses(key, name) for key in keys) for name in LOSSES}
 
     def of(self, key: str) -> dict[int, Kept]:
         named = {seed: self.kept.get(run_name(key, seed, self.factor)) for seed in self.seeds}
@@ -77,6 +81,16 @@ class Finished:
     def losses(self, key: str, name: str) -> dict[int, float]:
         found = {seed: losses(run) for seed, run in self.of(key).items()}
         return {seed: loss[name] for seed, loss in found.items() if name in loss}
+
+    def differences(self, key: str, other: str) -> dict[str, Any]:
+        """Of two cells, by the name of the loss, as plain values."""
+        made = {}
+        for name in LOSSES:
+            pair = (self.losses(key, name), self.losses(other, name))
+            if found := paired(*pair, self.noise[name]):
+                verdicts = {"verdict": found.verdict, "pooled_verdict": found.pooled_verdict}
+                made[name] = {**plain(found), **verdicts}
+        return made
 
     def best(self, cell: Cell) -> str:
         """The cell or the alternative with the lowest mean val loss over the seeds all have."""
@@ -112,18 +126,12 @@ def row(
 ) -> dict[str, Any]:
     """A row of a table: `shown` in the place of `cell`."""
     runs = found.of(shown.key)
-    # A cell that is compared with one of another study has nothing beside it.
-    other = cells.get(shown.against)
+    # A cell that is compared with one of another study, or with itself, has nothing beside it.
+    other = cells.get(shown.against) if shown.against != shown.key else None
     values: dict[str, Any] = {}
-    differences: dict[str, Any] = {}
     for name in LOSSES:
-        own = found.losses(shown.key, name)
-        over_seeds = spread(list(own.values()))
+        over_seeds = spread(list(found.losses(shown.key, name).values()))
         values[name] = None if over_seeds is None else plain(over_seeds)
-        if other is not None and other.key != shown.key:
-            difference = paired(own, found.losses(other.key, name))
-            if difference is not None:
-                differences[name] = {**plain(difference), "verdict": difference.verdict}
     speeds = [run.speed for run in runs.values() if run.speed is not None]
     memory = [run.memory for run in runs.values() if run.memory is not None]
     alone = found.speeds.get(shown.key)
@@ -131,11 +139,11 @@ def row(
         "key": cell.key,
         "cell": shown.key,
         "label": shown.label,
-        "against": other.label if other is not None and other.key != shown.key else None,
+        "against": other.label if other else None,
         "seeds": sorted(runs),
         "parameters": next((run.parameters for run in runs.values()), None),
         "losses": values,
-        "differences": differences,
+        "differences": found.differences(shown.key, other.key) if other else {},
         "paper": paper(shown, cells, scale),
         "tokens_per_second": round(median(speeds)) if speeds else None,
         "memory_gib": max(memory) if memory else None,
@@ -152,11 +160,7 @@ def pairs(
     made = []
     for pair in study.pairs:
         cell, other = (cells[found.best(of)] for of in pair)
-        differences = {
-            name: {**plain(difference), "verdict": difference.verdict}
-            for name in LOSSES
-            if (difference := paired(*(found.losses(c.key, name) for c in (cell, other))))
-        }
+        differences = found.differences(cell.key, other.key)
         if differences:
             own, others = (paper(c, cells, scale) for c in (cell, other))
             apart = round(own["val"] - others["val"], 4) if own and others else None
@@ -209,5 +213,11 @@ def made_with(runs: Iterable[Kept]) -> dict[str, list[Any]]:
 
 def plain(value: Any) -> dict[str, Any]:
     """A small dataclass as a table of rounded numbers."""
-    table = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items()}
-    return {k: round(v, 6) if isinstance(v, float) else v for k, v in table.items()}
+    table = {
+        k: list(map(rounded, v)) if isinstance(v, tuple) else v for k, v in vars(value).items()
+    }
+    return {k: rounded(v) for k, v in table.items()}
+
+
+def rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value

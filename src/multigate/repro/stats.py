@@ -1,8 +1,10 @@
 """Mean, spread, and Student's t: what a few seeds can tell."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 CONFIDENCE = 0.95
 
@@ -58,6 +60,38 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """What is left of the loss of a run beside its cell and its seed."""
+
+    deviation: float
+    freedom: int
+
+    def half(self, seeds: int) -> float:
+        """Of the interval of a difference of two cells over so many seeds: t s sqrt(2 / k)."""
+        return t_quantile(self.freedom) * self.deviation * math.sqrt(2 / seeds)
+
+
+def noise(cells: Iterable[Mapping[int, float]]) -> Noise | None:
+    """The noise of all cells that have several seeds, if it is the same in all of them.
+
+    Least squares of loss = cell + seed; None where they leave no degree of freedom.
+    """
+    several = [cell for cell in cells if len(cell) > 1]
+    seeds = sorted({seed for cell in several for seed in cell})
+    runs = [(k, seeds.index(seed)) for k, cell in enumerate(several) for seed in cell]
+    if not runs:
+        return None
+    of_cell, of_seed = np.eye(len(several)), np.eye(len(seeds))
+    design = np.array([np.concatenate((of_cell[k], of_seed[j])) for k, j in runs])
+    losses = np.array([several[k][seeds[j]] for k, j in runs])
+    freedom = len(runs) - int(np.linalg.matrix_rank(design))
+    if freedom < 1:
+        return None
+    left = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
+    return Noise(math.sqrt(float(left @ left) / freedom), freedom)
+
+
+@dataclass(frozen=True)
 class Difference:
     """Of two cells, seed by seed: the mean, and the half-width of its interval."""
 
@@ -65,23 +99,38 @@ class Difference:
     half: float | None
     """None for one seed, which has no interval."""
     seeds: tuple[int, ...]
+    each: tuple[float, ...] = ()
+    """Of every seed."""
+    pooled: float | None = None
+    """The half-width by the noise of all cells."""
 
     @property
     def verdict(self) -> str:
-        if self.half is None:
-            return "one seed, no interval"
-        if abs(self.mean) <= self.half:
-            return "cannot tell"
-        return "lower" if self.mean < 0 else "higher"
+        return "one seed, no interval" if self.half is None else told(self.mean, self.half)
+
+    @property
+    def pooled_verdict(self) -> str | None:
+        return None if self.pooled is None else told(self.mean, self.pooled)
 
 
-def paired(cell: Mapping[int, float], other: Mapping[int, float]) -> Difference | None:
+def told(mean: float, half: float) -> str:
+    """What a difference says with its interval."""
+    if abs(mean) <= half:
+        return "cannot tell"
+    return "lower" if mean < 0 else "higher"
+
+
+def paired(
+    cell: Mapping[int, float], other: Mapping[int, float], of_all: Noise | None = None
+) -> Difference | None:
     """`cell` minus `other` over the seeds that both have: mean +- t s / sqrt(k)."""
     seeds = tuple(sorted(set(cell) & set(other)))
-    found = spread([cell[seed] - other[seed] for seed in seeds])
+    each = tuple(cell[seed] - other[seed] for seed in seeds)
+    found = spread(each)
     if found is None:
         return None
     half = None
     if found.deviation is not None:
         half = t_quantile(found.count - 1) * found.deviation / math.sqrt(found.count)
-    return Difference(found.mean, half, seeds)
+    pooled = of_all.half(found.count) if of_all else None
+    return Difference(found.mean, half, seeds, each, pooled)

@@ -12,7 +12,7 @@ from .look import measures
 from .results import Finished, results
 from .settings import read_settings
 from .studies import STUDIES
-from .table import page
+from .table import decisive, page
 
 
 def summarize(out: Path, figures: bool, say: Callable[[str], None]) -> list[Path]:
@@ -30,10 +30,11 @@ def summarize(out: Path, figures: bool, say: Callable[[str], None]) -> list[Path
         written += [out / study.numbers, out / study.page]
         if figures:
             path = (out / study.page).with_suffix(".png")
-            finished = Finished(read_all(out), settings.lr_factor or 1.0)
+            finished = Finished(read_all(out), settings.lr_factor or 1.0, cells=study.cells())
+            title = f"{study.title}, {settings.config['scale']}"
             try:
                 rows = found["groups"][0]["rows"]
-                if draw(rows, finished, path, f"{study.title}, {settings.config['scale']}"):
+                if draw(rows, finished, decisive(found), path, title):
                     written.append(path)
             except ValueError as error:
                 say(f"no figure: {error}")

@@ -44,6 +44,7 @@ def about(found: Result) -> Iterator[str]:
         "*higher* loss, or *cannot tell* where the difference is within its interval; one seed has "
         "no interval. Choices were made on val."
     )
+    yield from pooled_noise(found)
     yield speeds(found)
     papers = [row["paper"] for group in found["groups"] for row in group["rows"] if row["paper"]]
     if papers and papers[0]["scale"] != config["scale"]:
@@ -65,6 +66,25 @@ def about(found: Result) -> Iterator[str]:
         f"By {' and '.join(commands)}. `multigate repro summary` with this folder makes the tables "
         "anew from the logs in `runs/`."
     )
+
+
+def pooled_noise(found: Result) -> Iterator[str]:
+    """How noisy runs are, and what a verdict by that noise takes for granted."""
+    split = decisive(found)
+    if split not in found["noise"]:
+        return
+    noise = found["noise"][split]
+    yield (
+        f"The noise of a run, what is left of its {split} loss beside its row and its seed, has a "
+        f"standard deviation of {noise['deviation']:.4f} ({noise['freedom']} degrees of freedom, "
+        "over all rows that have several seeds). *Pooled* verdicts have intervals by that noise: "
+        "narrower ones, also for one seed, if all rows are equally noisy."
+    )
+
+
+def decisive(found: Result) -> str:
+    """The split that verdicts are on."""
+    return "test" if "test" in found["data"]["tokens"] else "val"
 
 
 def speeds(found: Result) -> str:
@@ -91,6 +111,7 @@ def group_table(group: Result, found: Result) -> str:
     test = "test" in found["data"]["tokens"]
     head = ["model", "parameters", "seeds", "train", "val", *(["test"] if test else [])]
     head += [f"val {beside}", *([f"test {beside}"] if test else []), "verdict"]
+    head += ["pooled"] if found["noise"] else []
     head += [*(["compared with"] if several else [])]
     head += [f"paper {at}: train / val", f"paper {at}: val {beside}"] if papers else []
     head += ["tokens/s", "peak GiB"]
@@ -100,8 +121,7 @@ def group_table(group: Result, found: Result) -> str:
         cells = [row["label"], number(row["parameters"]), str(len(row["seeds"]))]
         cells += [spread(row["losses"][name]) for name in ("train", *splits)]
         cells += [difference(row["differences"].get(name)) for name in splits]
-        decisive = row["differences"].get(splits[-1])
-        cells.append(decisive["verdict"] if decisive else NOTHING)
+        cells += verdicts(row["differences"].get(splits[-1]), found)
         if several:
             cells.append(row["against"] or NOTHING)
         if papers:
@@ -126,14 +146,14 @@ def pairs(found: Result) -> Iterator[str]:
     splits = ("val", "test") if "test" in found["data"]["tokens"] else ("val",)
     scale = found["config"]["scale"]
     at = (scale if scale in ("s", "m", "l") else "s").upper()
-    lines = [["model", "compared with", *splits, "verdict", f"paper {at}: val"]]
-    lines.append(["---", "---", *["---:"] * (len(splits) + 2)])
+    said = ["verdict", *(["pooled"] if found["noise"] else [])]
+    lines = [["model", "compared with", *splits, *said, f"paper {at}: val"]]
+    lines.append(["---", "---", *["---:"] * (len(lines[0]) - 2)])
     for pair in found["pairs"]:
         differences = [pair["differences"].get(name) for name in splits]
-        verdict = differences[-1]["verdict"] if differences[-1] else NOTHING
         paper = NOTHING if pair["paper"] is None else f"{pair['paper']:+.4f}"
-        cells = [pair["label"], pair["against"], *map(difference, differences), verdict, paper]
-        lines.append(cells)
+        cells = [pair["label"], pair["against"], *map(difference, differences)]
+        lines.append([*cells, *verdicts(differences[-1], found), paper])
     yield "## Beside each other"
     yield (
         "The first minus the second, seed by seed, with intervals of their own: that two rows are "
@@ -163,6 +183,18 @@ def difference(value: Result | None) -> str:
         return NOTHING
     mean = f"{value['mean']:+.4f}"
     return mean if value["half"] is None else f"{mean} ± {value['half']:.4f}"
+
+
+def verdicts(value: Result | None, found: Result) -> list[str]:
+    """By the interval of its own seeds and, where there is any, by the noise of all rows."""
+    own = value["verdict"] if value else NOTHING
+    return [own, pooled(value)] if found["noise"] else [own]
+
+
+def pooled(value: Result | None) -> str:
+    if value is None or value["pooled"] is None:
+        return NOTHING
+    return f"{value['pooled_verdict']} (± {value['pooled']:.4f})"
 
 
 def paper(value: Result | None) -> Sequence[str]:

@@ -1,0 +1,98 @@
+"""The figure of a study: its curves, and where its rows end."""
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from multigate.repro.figure import apart, draw, mean_curve
+from multigate.repro.kept import Kept
+from multigate.repro.results import Finished
+
+# The test losses of each seed.
+CELLS = {
+    "base": (3.30, 3.28, 3.29),
+    "better": (3.25, 3.22, 3.25),
+    "two-seeds": (3.27, 3.26),
+    "one-seed": (3.31,),
+}
+
+
+def kept(seed, test, val=(4.0, 3.3)):
+    """A run of twenty steps."""
+    records = [{"event": "train", "step": k, "loss": 5.0 - k / 20} for k in range(1, 21)]
+    records += [{"event": "val", "step": 10 * (k + 1), "loss": loss} for k, loss in enumerate(val)]
+    records += [
+        {"event": "score", "step": 20, "split": split, "loss": loss}
+        for split, loss in (("val", val[-1]), ("test", test))
+    ]
+    return Kept("run", {"seed": seed}, {}, records)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were saved."""
+    figures = []
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda self, *_, **__: figures.append(self)
+    )
+    return figures
+
+
+def test_where_the_rows_end(drawn, tmp_path):
+    """Each seed's difference to the first row, their mean, and both intervals."""
+    runs = {
+        f"{cell}-seed{seed}": kept(seed, test)
+        for cell, losses in CELLS.items()
+        for seed, test in enumerate(losses)
+    }
+    found = Finished(runs, 1.0, cells=CELLS)
+    rows = [{"cell": cell, "label": cell.upper()} for cell in ("missing", *CELLS)]
+    assert draw(rows, found, "test", tmp_path / "a.png", "A study")
+    (figure,) = drawn
+    panel = figure.axes[2]
+    assert panel.get_title() == "test loss - BASE, at the end"
+    assert [label.get_text() for label in panel.get_yticklabels()] == [c.upper() for c in CELLS]
+    lines = [line.get_xydata().round(6).tolist() for line in panel.get_lines()]
+    for place, cell in enumerate(CELLS):
+        each = [a - b for a, b in zip(CELLS[cell], CELLS["base"], strict=False)]
+        dots = [[round(x, 6), place] for x in each]
+        assert (dots in lines) == (cell != "base")
+        assert ([[round(np.mean(each), 6), place]] in lines) == (cell != "base")
+    at = {place: [x for x in lines if len(x) == 2 and x[0][1] == place] for place in (1, 2, 3)}
+    assert [len(bars) for bars in at.values()] == [2, 3, 1]
+    own = 4.302653 * np.std([-0.05, -0.06, -0.04], ddof=1) / np.sqrt(3)
+    pooled = found.noise["test"].half(1)
+    assert [[round(-0.05 - own, 6), 1.0], [round(-0.05 + own, 6), 1.0]] in at[1]
+    assert at[3] == [[[round(0.01 - pooled, 6), 3.0], [round(0.01 + pooled, 6), 3.0]]]
+
+
+def test_nothing_to_draw(drawn, tmp_path):
+    rows = [{"cell": "missing", "label": "Missing"}]
+    assert not draw(rows, Finished({}, 1.0), "test", tmp_path / "a.png", "A study")
+    assert not drawn
+
+
+def test_the_curves_are_means_over_seeds():
+    """Of the steps that all seeds have; a long run's are averaged over neighbours."""
+
+    def run(shift, steps):
+        losses = [{"event": "train", "step": k, "loss": 3.0 + shift + k / 1e4} for k in steps]
+        return Kept("run", {}, {}, losses)
+
+    steps, losses = mean_curve([run(0.0, range(1, 8)), run(1.0, range(3, 9))], "train", 5)
+    assert steps.tolist() == [3, 4, 5, 6, 7]
+    assert losses == pytest.approx([3.5 + k / 1e4 for k in range(3, 8)])
+    every_tenth = [*range(10, 1300, 10), *range(1300, 1501)]
+    steps, losses = mean_curve([run(0.0, every_tenth)], "train", 5)
+    assert steps.tolist() == [*range(30, 1501, 50)]
+    assert losses == pytest.approx([3 + k / 1e4 for k in steps])
+
+
+def test_differences_of_curves_are_within_seeds():
+    """A seed or a step that only one of the two has does not count."""
+    runs = {0: kept(0, 0.0, (3.0, 2.0)), 1: kept(1, 0.0, (4.0, 2.5)), 2: kept(2, 0.0, (9.0, 9.0))}
+    others = {0: kept(0, 0.0, (3.5, 2.2, 1.0)), 1: kept(1, 0.0, (4.5, 2.5)), 7: kept(7, 0.0)}
+    steps, losses = apart(runs, others)
+    assert steps.tolist() == [10, 20]
+    assert losses == pytest.approx([-0.5, -0.1])
+    assert [len(part) for part in apart(runs, {7: runs[0]})] == [0, 0]
