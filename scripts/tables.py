@@ -19,7 +19,7 @@ from typing import Any
 from multigate.repro.table import NOTHING, difference, markdown, pooled, spread
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md")
+PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md", "docs/memory.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 Row = dict[str, Any]
 
@@ -101,6 +101,7 @@ MANY = 32768
 """Tokens of the op rows, but for those of a sweep."""
 BACKENDS = ("cuda", "triton", "paper", "compile", "torch", "liger-mhc")
 SCALES = ("s", "m", "l", "wide")
+MODES = ("store", "recompute", "invert", "exact")
 
 
 def measured(case: str, **fields: Any) -> list[Row]:
@@ -179,23 +180,41 @@ def few() -> str:
     return table(("tokens", "pass", *head), lines, words=2)
 
 
+def timed(row: Row) -> tuple[str, str, str]:
+    """A step, and PreNorm's in the same process."""
+    return f"{row['ms']:.1f}", f"{row['baseline_ms']:.1f}", f"+{row['overhead']:.1%}"
+
+
 def steps() -> str:
     lines = []
     for scale in SCALES:
         rows = measured("step", scale=scale, memory="store")
         for row in sorted(rows, key=lambda row: row["overhead"]):
-            lines.append(
-                (
-                    scale if scale == "wide" else scale.upper(),
-                    f"`{row['residual']}`, n = {row['n']}",
-                    f"{row['ms']:.1f}",
-                    f"{row['tokens_per_s']:,.0f}",
-                    f"+{row['overhead']:.1%}",
-                    f"{row['peak_gib']:.2f}",
-                )
-            )
-    head = ("scale", "residual", "ms", "tokens/s", "over PreNorm", "peak GiB")
+            name = f"`{row['residual']}`, n = {row['n']}"
+            speed, peak = f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.2f}"
+            lines.append((scale_name(scale), name, *timed(row), speed, peak))
+    head = ("scale", "residual", "ms", "PreNorm, ms", "over PreNorm", "tokens/s", "peak GiB")
     return table(head, lines, words=2)
+
+
+def scale_name(scale: str) -> str:
+    return scale if scale == "wide" else scale.upper()
+
+
+def memory() -> str:
+    """The competitive gate in every memory mode, and what it adds to PreNorm's peak."""
+    lines = []
+    for scale, n in product(SCALES[:3], (4, 8)):
+        of = {"scale": scale, "residual": "mgr-competitive", "n": n}
+        (base,) = measured("step", scale=scale, residual="prenorm")
+        rows = {row["memory"]: row for row in measured("step", **of)}
+        for mode in (mode for mode in MODES if mode in rows):
+            row = rows[mode]
+            more, most = (r["peak_gib"] - base["peak_gib"] for r in (row, rows["store"]))
+            beyond = (f"{row['peak_gib']:.2f}", f"{more:.2f}", f"{more / most:.0%}")
+            lines.append((scale_name(scale), str(n), f"`{mode}`", *timed(row), *beyond))
+    head = ("scale", "n", "`memory`", "ms", "PreNorm, ms", "over PreNorm", "peak GiB")
+    return table((*head, "beyond PreNorm", "of what store adds"), lines, words=3)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -209,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "others8": lambda: others(8),
     "depth": depth,
     "steps": steps,
+    "memory": memory,
     "few": few,
 }
 

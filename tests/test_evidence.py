@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md")
+PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md", "docs/memory.md")
 RESULTS = ("repro/mini/results.json", "benchmarks/results/h200.json")
 PAGE, MEMORY = ROOT / "docs/evidence.md", ROOT / "docs/memory.md"
 
@@ -89,19 +89,21 @@ def test_what_it_says_of_the_kept_runs():
     assert "when no gate is above 0.2" in text
 
 
+def found():
+    return json.loads((ROOT / "repro/mini/results.json").read_text())
+
+
 def test_what_it_says_of_seeds_and_of_the_best_row():
     text = " ".join(PAGE.read_text().split())
-    found = json.loads((ROOT / "repro/mini/results.json").read_text())
-    rows, _, related = (group["rows"] for group in found["groups"])
+    rows, _, related = (group["rows"] for group in found()["groups"])
     seeds = {row["label"]: len(row["seeds"]) for row in rows}
-    four = ("Independent MGR (n=4)", "Competitive MGR (n=4)")
-    two = {"PreNorm", "mHC-lite (n=4)", *four}
-    assert seeds == {label: 2 if label in two else 1 for label in seeds}
-    assert "PreNorm, mHC-lite and MGR with four streams have two, the other rows one" in text
+    assert seeds == {label: 2 if "AttnRes" in label else 3 for label in seeds}
+    assert {len(row["seeds"]) for row in related} == {1}
+    assert "have three seeds, Attention Residuals two, related work one" in text
     best = min((*rows, *related), key=lambda row: row["losses"]["test"]["mean"])
     assert best["label"] == "mHC (n=4)"
     assert f"{best['parameters'] / rows[0]['parameters'] - 1:.0%} more parameters" in text
-    test = {name: run["test"] for name, run in found["runs"].items()}
+    test = {name: run["test"] for name, run in found()["runs"].items()}
     for name, loss in test.items():
         if name.startswith("mgr-"):
             assert loss < test[f"prenorm-lr2-seed{name[-1]}"]
@@ -109,19 +111,70 @@ def test_what_it_says_of_seeds_and_of_the_best_row():
     assert "every MGR is ahead in every seed" in text
 
 
-def test_what_one_seed_cannot_tell_is_not_told():
-    """No verdict on a comparison of losses before there are several seeds."""
-    found = json.loads((ROOT / "repro/mini/results.json").read_text())
-    seeds = min(len(row["seeds"]) for row in found["groups"][0]["rows"])
-    lines = [
-        line
-        for line in PAGE.read_text().splitlines()
-        if re.search(r"\| (nine rows|the same)", line)
-    ]
-    assert lines
-    for line in lines:
-        verdict = line.rstrip(" |").rpartition("|")[2].strip()
-        assert seeds > 1 or verdict.startswith(("not yet", "cannot be told")), line
+def test_what_it_says_in_short():
+    text = " ".join(PAGE.read_text().split())
+    rows = found()["groups"][0]["rows"]
+    apart = {row["label"]: row["differences"]["test"] for row in rows[1:]}
+    assert {difference["verdict"] for difference in apart.values()} == {"lower"}
+    assert "every row of the paper's table is ahead of PreNorm" in text
+    mgr = {label: -d["mean"] for label, d in apart.items() if "MGR" in label}
+    assert f"by {min(mgr.values()):.3f} to {max(mgr.values()):.3f} in the mean" in text
+    papers = [-row["paper"]["difference"] for row in rows if "MGR" in row["label"]]
+    assert f"at S the paper has {min(papers):.3f} to {max(papers):.3f}" in text
+    assert min(mgr.values()) > max(papers)
+    best = [row["losses"]["test"]["mean"] for row in rows[1:] if "Block" not in row["label"]]
+    assert max(best) - min(best) < 0.005
+    assert "MGR, Full AttnRes and mHC-lite end within 0.005 nats of each other" in text
+    noise = found()["noise"]["test"]
+    words = f"{noise['deviation']:.4f} nats beside row and seed ({noise['freedom']} degrees"
+    assert words in text
+
+
+def test_what_it_says_of_rows_beside_each_other():
+    """The claims' words, and that no row says more than its intervals do."""
+    text = " ".join(PAGE.read_text().split())
+    pairs = {(pair["label"], pair["against"]): pair for pair in found()["pairs"]}
+    full = [pair for (_, against), pair in pairs.items() if against.startswith("Full")]
+    means = [pair["differences"]["test"]["mean"] for pair in full]
+    papers = [-pair["paper"] for pair in full]
+    assert f"are from {max(means):.3f} behind to {-min(means):.3f} ahead" in text
+    assert f"The paper's lead, {min(papers):.3f} to {max(papers):.3f}, is within the noise" in text
+    for pair in full:
+        own = pair["differences"]["test"]
+        assert (own["verdict"], own["pooled_verdict"]) == ("cannot tell", "cannot tell")
+        assert abs(pair["paper"]) < own["pooled"]
+
+    hyper = [pair for (_, against), pair in pairs.items() if against.startswith("mHC-lite")]
+    for pair in hyper:
+        own = pair["differences"]["test"]
+        assert own["pooled_verdict"] == "cannot tell"
+        assert pair["paper"] < own["mean"] - own["pooled"]
+    leads = [-pair["paper"] for pair in hyper]
+    assert f"lead of {min(leads):.3f} to {max(leads):.3f} at S is outside the pooled" in text
+
+    block = [pair for (_, against), pair in pairs.items() if against.startswith("Block")]
+    for pair in block:
+        own = pair["differences"]["test"]
+        assert (own["verdict"], own["pooled_verdict"]) == ("cannot tell", "lower")
+        assert f"by {-own['mean']:.3f}, more than the paper's {-pair['paper']:.3f}" in text
+
+    eight = {
+        gate: pairs[f"{gate} MGR (n=8)", f"{gate} MGR (n=4)"]["differences"]["test"]
+        for gate in ("Independent", "Competitive")
+    }
+    assert {own["pooled_verdict"] for own in eight.values()} == {"cannot tell"}
+    assert f"competitive MGR by {-eight['Competitive']['mean']:.3f}" in text
+    assert f"independent MGR is worse by {eight['Independent']['mean']:.3f}" in text
+
+
+def test_what_is_missing_is_not_judged():
+    """The claims that nothing was run for say so."""
+    missing = {name.partition("-lr2")[0] for name in found()["missing"]}
+    assert "attnres-full-scaled" in missing
+    lines = [line for line in PAGE.read_text().splitlines() if "| nothing yet |" in line]
+    kept = {path.name for path in (ROOT / "repro").iterdir()}
+    assert (len(lines), kept) == (3, {"mini"})
+    assert all(line.rpartition("| ")[2].startswith("to come") for line in lines)
 
 
 def test_every_table_stands_on_a_page():
