@@ -17,7 +17,7 @@ from multigate.__main__ import main, parse
 from multigate.config import TrainConfig, from_table, read_toml, resolve
 from multigate.evaluate import EvalConfig, evaluate
 from multigate.log import read_log, read_records
-from multigate.repro import look, worker
+from multigate.repro import worker
 from multigate.repro.command import summary
 from multigate.repro.config import ReproConfig, SummaryConfig
 from multigate.repro.dry import dry_run
@@ -618,77 +618,6 @@ def test_a_study_of_the_size_of_minis_is_under_five_megabytes(tmp_path):
     write_kept(tmp_path, resolve("mini"), {"torch": "2"}, records)
     size = sum(p.stat().st_size for p in tmp_path.iterdir())
     assert 70 * size < 2_000_000
-
-
-def test_what_is_kept_of_an_analysis(tmp_path):
-    """Figures as PNG, numbers packed; and the numbers of the page, by hand."""
-    numbers = {
-        "massive.hidden": [[2.0, 1.0, 1.0], [40.0, 3.0, 1.0], [9.0, 2.0, 1.0], [8.0, 1.0, 0.5]],
-        "massive.mean": [0.5, 2.0, 0.25, 1.0],
-        "dynamics.output_rms": [0.5, 1.5],
-        "dynamics.grad_rms": [0.3, 0.1],
-        "angles.hidden": [[None, 0.4, 0.6], [None, None, 0.25], [None, None, None]],
-        "pruning.delta_loss": [None, 0.125],
-        "gates.beta.mean": [0.1],
-    }
-    for folder, name in (("figures", "a.png"), ("figures", "a.pdf"), ("numbers", "a.csv")):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).write_bytes(name.encode())
-    (tmp_path / "numbers" / "one.json").write_text(json.dumps(numbers))
-    out = tmp_path / "out"
-    assert look.measures(out) == []
-    look.keep(tmp_path, out / "analysis", ["one"])
-    assert {p.name for p in out.rglob("*.*")} == {"a.png", "one.json.gz", "about.json"}
-    assert look.measures(out) == [
-        {
-            "run": "one",
-            "largest activation": 40.0,
-            "largest / mean": 36.0,
-            "output rms, last / first block": 3.0,
-            "gradient rms, first / last block": 3.0,
-            "angle to the next block, deep": 0.25,
-            "loss without a block, deep, median": 0.125,
-            "the same, smallest": 0.125,
-        }
-    ]
-
-
-@pytest.mark.slow
-def test_a_deep_study_ends_with_a_look_inside(data, tmp_path, monkeypatch):
-    """The analysis is asked for once, and only its figures and numbers are kept."""
-    here(monkeypatch)
-    monkeypatch.setattr(look, "SAMPLES", 4)
-    calls = []
-
-    def analyse(words, output, clock, slot):
-        """In this process: starting another takes seconds."""
-        calls.append(words)
-        (output.parent / "figures").mkdir()
-        (output.parent / "figures" / "gates.png").write_bytes(b"a figure")
-        (output.parent / "figures" / "gates.pdf").write_bytes(b"the same")
-        few = ["--prune-samples", "2", "--batch", "4", "--figures", "False"]
-        return main(["analyze", *words, *few])
-
-    monkeypatch.setattr(look, "analyse", analyse)
-    rows = ("deep-prenorm", "deep-mgr-competitive-8")
-    config = study(data, tmp_path, study="deep", rows=rows, seeds=(0,), lr_factors=None, steps=2)
-    reproduce(config)
-    assert len(calls) == 1
-    names = ["deep-prenorm-seed0", "deep-mgr-competitive-8-seed0"]
-    assert look.kept_names(config.out) == names
-    kept = config.out / "analysis"
-    assert {p.name for p in (kept / "numbers").iterdir()} == {f"{n}.json.gz" for n in names}
-    assert [p.name for p in (kept / "figures").iterdir()] == ["gates.png"]
-    found = json.loads((config.out / "deep.json").read_text())["inside"]
-    numbers = json.loads(gzip.decompress((kept / f"numbers/{names[0]}.json.gz").read_bytes()))
-    largest = max(row[0] for row in numbers["massive.hidden"])
-    assert found[0]["largest activation"] == pytest.approx(largest, abs=1e-6)
-    rms = numbers["dynamics.output_rms"]
-    assert found[0]["output rms, last / first block"] == pytest.approx(rms[-1] / rms[0], abs=1e-5)
-    page = (config.out / "DEEP.md").read_text()
-    assert f"| {names[1]} | {found[1]['largest activation']:.4g} |" in page
-    reproduce(config)
-    assert len(calls) == 1
 
 
 def test_a_folder_without_results(tmp_path, capsys):

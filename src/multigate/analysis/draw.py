@@ -31,24 +31,28 @@ Key = tuple[str, int, bool]
 """What sets two things apart in a legend: label, colour, and whether dashed."""
 
 
-def draw(charts: Iterable[Chart], folder: Path) -> list[Path]:
+def draw(
+    charts: Iterable[Chart], folder: Path, kinds: Sequence[str] = ("png", "pdf"), dpi: int = 150
+) -> list[Path]:
     """Every chart that has panels as NAME.png and NAME.pdf in `folder`; returns the files."""
     matplotlib = optional("matplotlib", "plot", "drawing figures")
     folder.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
     files = []
-    for chart in charts:
-        if not chart.panels:
-            continue
-        name = free_name(chart.name, taken)
+    for name, chart in named(charts).items():
         with matplotlib.rc_context(STYLE):
             drawn = figure(chart)
             drawn.get_layout_engine().execute(drawn)
             drawn.set_layout_engine("none")  # else every file pays for it anew
-            for path in (folder / f"{name}.png", folder / f"{name}.pdf"):
-                drawn.savefig(path, dpi=150)
+            for path in (folder / f"{name}.{kind}" for kind in kinds):
+                drawn.savefig(path, dpi=dpi)
                 files.append(path)
     return files
+
+
+def named(charts: Iterable[Chart]) -> dict[str, Chart]:
+    """Those that have panels, by the names of their files."""
+    taken: set[str] = set()
+    return {free_name(chart.name, taken): chart for chart in charts if chart.panels}
 
 
 def figure(chart: Chart) -> Any:

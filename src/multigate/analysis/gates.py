@@ -140,8 +140,7 @@ def _mean(counts: Array, boxes: Array) -> float:
 
 
 def _seen(label: str, counts: Array, boxes: Array) -> str:
-    """The share of small values is right to one bin."""
-    small = counts[:, : round(SMALL * BINS)].sum() / counts.sum()
+    small = counts[:, : round(SMALL * counts.shape[1])].sum() / counts.sum()
     largest = int(np.nanargmax(boxes[:, 4]))
     return (
         f"{label}: {_mean(counts, boxes):.3f} on average, {small:.1%} below {SMALL}, the largest "

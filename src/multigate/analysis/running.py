@@ -10,7 +10,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 """What was recorded of one model, by name."""
 
-BINS = 4096
+BINS = 3840
+"""So that 0.1 is an edge between two, and merging twelve at a time leaves it one."""
 
 
 def exact(values: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class Histogram:
         if not len(values):
             return
         self.mean.add(values)
-        bins = (values * BINS).long().clamp(0, BINS - 1)
+        bins = (exact(values) * BINS).long().clamp(0, BINS - 1)
         counts = torch.bincount(bins, minlength=BINS)
         self.counts = counts if self.counts is None else self.counts + counts
         ends = torch.stack([values.min(), values.max()])

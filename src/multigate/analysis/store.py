@@ -21,9 +21,7 @@ def save(measured: Mapping[str, Mapping[str, Arrays]], folder: Path) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     written, taken = [], set[str]()
     for label, families in measured.items():
-        flat = {
-            f"{f}.{name}": array for f, arrays in families.items() for name, array in arrays.items()
-        }
+        flat = flattened(families)
         stem = free_name(label, taken)
         written += [folder / f"{stem}.npz", folder / f"{stem}.json"]
         np.savez_compressed(written[-2], **flat)  # type: ignore[arg-type]
@@ -40,6 +38,24 @@ def save(measured: Mapping[str, Mapping[str, Arrays]], folder: Path) -> list[Pat
     return written
 
 
+def flattened(families: Mapping[str, Arrays]) -> Arrays:
+    """All arrays of a run as FAMILY.NAME."""
+    return {
+        f"{f}.{name}": array for f, arrays in families.items() for name, array in arrays.items()
+    }
+
+
+def restored(numbers: Mapping[str, Any]) -> dict[str, Arrays]:
+    """The families of a run from what `listed` has made of its arrays, NaN where that has null."""
+    families: dict[str, Arrays] = {}
+    for key, values in numbers.items():
+        family, _, name = key.partition(".")
+        array = np.array(values)
+        whole = array if array.dtype != object else np.array(values, float)
+        families.setdefault(family, {})[name] = whole
+    return families
+
+
 def lines(label: str, name: str, array: Array) -> list[list[Any]]:
     """A line for each finite number; of counts, for those that are not 0."""
     there = array != 0 if array.dtype.kind in "iu" else np.isfinite(array)
@@ -49,12 +65,16 @@ def lines(label: str, name: str, array: Array) -> list[list[Any]]:
     ]
 
 
-def listed(array: Array) -> Any:
-    """As nested lists, with null for what JSON has no number for."""
+def listed(array: Array, digits: int | None = None) -> Any:
+    """As nested lists, with null for what JSON has no number for; all digits unless told."""
     if array.ndim:
-        return [listed(part) for part in array]
+        return [listed(part, digits) for part in array]
     value = array.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")
 
 
 def free_name(label: str, taken: set[str]) -> str:

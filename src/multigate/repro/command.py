@@ -14,7 +14,7 @@ from multigate.signals import caught_signals
 
 from .config import ReproConfig, SpeedConfig, SummaryConfig
 from .kept import Kept, changes, publishable, read_all, read_kept
-from .look import look_into
+from .look import INSIDE, wanted
 from .plan import Planned, checks, ordered, planned
 from .queue import Clock, Outcome, Queue, slots
 from .settings import settle
@@ -63,10 +63,7 @@ class Sitting:
         finished = [name for name in names if name in kept and kept[name].finished]
         failed = [name for name in names if name in kept and not kept[name].finished]
         missing = [name for name in names if name not in kept]
-        if self.study.analyze and not missing and finished:
-            first = [run for run in runs if run.seed == self.config.seeds[0]]
-            folders = [run.config.folder for run in first if run.name in finished]
-            look_into(folders, self.base, self.out, self.clock, self.places[0], self.say)
+        self._say_unseen(finished)
         for path in summarize(self.out, self.config.figures, self.say):
             self.say(f"written: {path}")
         self.say(
@@ -138,21 +135,45 @@ class Sitting:
         kept = read_all(self.out)
         for run in runs:
             self._check_same(run, kept.get(run.name))
-        todo = [run for run in runs if run.name not in kept or not kept[run.name].finished]
-        todo.sort(key=lambda run: run.name in kept)
+        done = {name for name, run in kept.items() if run.finished}
+        look = self.study.analyze
+        todo = [
+            run
+            for run in runs
+            if run.name not in done or (look and wanted(self._kept(run.name), run.config.folder))
+        ]
+        todo.sort(key=lambda run: run.name in kept and run.name not in done)
         self.count, self.total = len(runs) - len(todo), len(runs)
         if self.count:
             self.say(f"{self.count} of {self.total} runs are finished already")
         at_once = self.config.jobs
-        jobs = [Job(run.config, self.out / "runs" / run.name, at_once) for run in todo]
+        jobs = [Job(run.config, self._kept(run.name), at_once, look) for run in todo]
         Queue(self.places, self.clock, self.say, self._ended).drain(jobs)
+
+    def _kept(self, name: str) -> Path:
+        return self.out / "runs" / name
+
+    def _say_unseen(self, finished: Sequence[str]) -> None:
+        """Which runs have yet to be looked into, and which nobody can look into any more."""
+        if not self.study.analyze:
+            return
+        left = [name for name in finished if not (self._kept(name) / INSIDE).exists()]
+        there = [name for name in left if (self.config.runs_folder / name / "checkpoints").exists()]
+        gone = [name for name in left if name not in there]
+        if there:
+            self.say(f"not looked into yet: {', '.join(there)}; the same command goes on")
+        if gone:
+            self.say(
+                f"not looked into: {', '.join(gone)}, whose checkpoints are not in "
+                f"{self.config.runs_folder}; removed from {self.out / 'runs'}, they are made again"
+            )
 
     def _check_same(self, run: Planned, kept: Kept | None) -> None:
         found = changes(kept.config, publishable(run.config)) if kept is not None else []
         if found:
             raise ValueError(
                 f"{self.out} holds the run {run.name} with other settings ({'; '.join(found)}): "
-                f"remove {self.out / 'runs' / run.name} and {run.config.folder} to make it again, "
+                f"remove {self._kept(run.name)} and {run.config.folder} to make it again, "
                 "or give another --out and --runs."
             )
 
@@ -168,10 +189,11 @@ class Sitting:
         if outcome.state == "failed":
             self.say(f"{head}failed: {outcome.reason}")
             return
-        kept = read_kept(self.out / "runs" / name)
+        kept = read_kept(self._kept(name))
         scores = {split: kept.score(split) for split in ("val", "test")}
         said = [f"{split} {score['loss']:.4f}" for split, score in scores.items() if score]
-        self.say(head + ", ".join([f"train {kept.train:.4f}", *said]))
+        unseen = [f"not looked into: {outcome.reason}"] if outcome.reason else []
+        self.say(head + ", ".join([f"train {kept.train:.4f}", *said, *unseen]))
 
 
 def repro(config: ReproConfig, console: Console | None = None) -> Done:

@@ -23,6 +23,7 @@ from multigate.log import MOVING_AVERAGE, parsed
 
 EVERY = 10
 """Of the steps, each so many-th is kept."""
+LOG = "log.jsonl.gz"
 SPEEDS = "speeds.json"
 PLACES = ("out", "resume", "init", "verify_data", "log")
 """Settings that say where a run is kept and not what it is."""
@@ -93,7 +94,7 @@ def write_kept(
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.toml", to_toml(publishable(config)).encode())
     write_json(folder / "environment.json", dict(environment))
-    write_whole(folder / "log.jsonl.gz", gzip.compress(lines.encode(), 9, mtime=0))
+    write_whole(folder / LOG, gzip.compress(lines.encode(), 9, mtime=0))
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def read_kept(folder: Path) -> Kept:
     try:
         config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        lines = gzip.decompress((folder / "log.jsonl.gz").read_bytes()).splitlines()
+        lines = gzip.decompress((folder / LOG).read_bytes()).splitlines()
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(
             f"{folder} is damaged ({error}): remove it, and its run will be made again."
@@ -165,7 +166,7 @@ def read_kept(folder: Path) -> Kept:
 
 def read_all(out: Path) -> dict[str, Kept]:
     """Every run that is kept in OUT, by name."""
-    found = sorted((out / "runs").glob("*/log.jsonl.gz"))
+    found = sorted((out / "runs").glob(f"*/{LOG}"))
     return {file.parent.name: read_kept(file.parent) for file in found}
 
 

@@ -1,118 +1,97 @@
-"""A look into trained runs: `multigate analyze`, and what is kept of it.
+"""A look into trained runs: all that `multigate analyze` measures, and its figures.
 
-OUT/analysis/figures/*.png          every figure
-             numbers/NAME.json.gz   every statistic of a run
-             about.json             which runs, how much text; it comes last
+OUT/runs/NAME/inside.json.gz   every statistic of a run, to six digits
+    analysis/*.png             every figure, of the first seed; made from those alone
 """
 
 import gzip
+import io
 import json
-import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
+from multigate.analysis.chart import Chart
+from multigate.analysis.draw import draw, named
+from multigate.analysis.measure import FAMILIES, Measured, sections
+from multigate.analysis.running import BINS, Array
+from multigate.analysis.store import flattened, listed, restored
+from multigate.analysis.subjects import Text, find
 from multigate.config import TrainConfig
-from multigate.data.writer import write_json, write_whole
+from multigate.data.writer import write_whole
+from multigate.device import choose
 
-from .queue import POLL, Clock
-
-FOLDER = "analysis"
-ABOUT = "about.json"
+INSIDE = "inside.json.gz"
+FIGURES = "analysis"
 SAMPLES = 256
 """Windows of the val text."""
+PRUNED = 64
+"""How many of them are read once more for each block that is pruned."""
+KEPT_BINS = 320
+"""Of a histogram."""
+DPI = 110
+Numbers = Mapping[str, Any]
 
 
-def look_into(
-    runs: Sequence[Path],
-    base: TrainConfig,
-    out: Path,
-    clock: Clock,
-    slot: str | None,
-    say: Callable[[str], None],
-) -> None:
-    """Analyse finished runs and keep the result; what is kept already, or has no time, is left."""
-    names = [run.name for run in runs]
-    if names == kept_names(out) or clock.over():
-        return
-    gone = [run.name for run in runs if not (run / "checkpoints").exists()]
-    if gone:
-        say(f"no analysis: the checkpoints of {', '.join(gone)} are not here")
-        return
-    place = runs[0].parent / FOLDER
-    words = ["--data", base.data, "--out", str(place), "--device", base.device]
-    words += ["--checkpoint", "last", "--samples", str(SAMPLES)]
-    say(f"analysing {len(runs)} runs")
-    place.mkdir(parents=True, exist_ok=True)
-    status = analyse([*map(str, runs), *words], place / "output.txt", clock, slot)
-    if status is None:
-        say("the analysis was stopped: the same command makes it again")
-    elif status:
-        last = (place / "output.txt").read_text(errors="replace").strip().splitlines()[-1:]
-        say(f"no analysis: {' '.join(last)}")
-    else:
-        keep(place, out / FOLDER, names)
+def look_into(config: TrainConfig, folder: Path) -> None:
+    """Measure the last weights of a run, and keep the numbers beside its log in `folder`."""
+    (subject,), _ = find([config.folder])
+    text = Text(Path(config.data), "val", SAMPLES, PRUNED)
+    compute = choose(config.device, config.precision)
+    subject.look_into("last", text, None, compute, Console(file=io.StringIO()))
+    arrays = flattened(subject.measured)
+    numbers = {name: listed(brief(name, array), 6) for name, array in arrays.items()}
+    packed = gzip.compress(json.dumps(numbers).encode(), 9, mtime=0)
+    write_whole(folder / INSIDE, packed)
 
 
-def analyse(words: Sequence[str], output: Path, clock: Clock, slot: str | None) -> int | None:
-    """`multigate analyze` in a process of its own: its status, None if time was up before."""
-    seen = {} if slot is None else {"CUDA_VISIBLE_DEVICES": slot}
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "multigate", "analyze", *words],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **seen},
-        )
-        try:
-            while process.poll() is None and not clock.over():
-                time.sleep(POLL)
-        finally:
-            ended = process.poll()
-            process.kill()
-            process.wait()
-    return ended
+def brief(name: str, array: Array) -> Array:
+    """Histograms with fewer bins: the rest is small."""
+    if not name.endswith(".counts"):
+        return array
+    return array.reshape(len(array), -1, BINS // KEPT_BINS).sum(-1)
 
 
-def keep(place: Path, target: Path, names: Sequence[str]) -> None:
-    """Take over the figures as PNG, and the numbers."""
-    shutil.rmtree(target, ignore_errors=True)
-    for folder in ("figures", "numbers"):
-        (target / folder).mkdir(parents=True)
-    for figure in sorted(place.glob("figures/*.png")):
-        shutil.copyfile(figure, target / "figures" / figure.name)
-    for numbers in sorted(place.glob("numbers/*.json")):
-        packed = gzip.compress(numbers.read_bytes(), 9, mtime=0)
-        write_whole(target / "numbers" / f"{numbers.name}.gz", packed)
-    write_json(target / ABOUT, {"runs": list(names), "split": "val", "samples": SAMPLES})
+def wanted(folder: Path, run: Path) -> bool:
+    """Whether a run that is kept in `folder` has yet to be looked into, and can be."""
+    return not (folder / INSIDE).exists() and (run / "checkpoints").exists()
 
 
-def kept_names(out: Path) -> list[str]:
-    """The runs whose analysis is kept."""
-    path = out / FOLDER / ABOUT
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+def kept_numbers(folder: Path) -> Numbers | None:
+    path = folder / INSIDE
+    if not path.exists():
+        return None
+    try:
+        numbers: Numbers = json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): remove it, and its run will be looked into again."
+        ) from None
+    return numbers
 
 
-def measures(out: Path) -> list[dict[str, Any]]:
-    """For each run that was looked into, the numbers behind what the paper says of deep models."""
-    found = []
-    for name in kept_names(out):
-        packed = (out / FOLDER / "numbers" / f"{name}.json.gz").read_bytes()
-        found.append({"run": name, **measure(json.loads(gzip.decompress(packed)))})
-    return found
+def charts(runs: Mapping[str, Numbers]) -> dict[str, Chart]:
+    """Every figure of these runs, which are given by label; by the names of the files."""
+    # A model without gates, say, has no such numbers; the figures tell.
+    none: Measured = {family: {} for family in FAMILIES}
+    drawn = sections({label: none | restored(numbers) for label, numbers in runs.items()})
+    return named(chart for section in drawn for chart in section.charts)
 
 
-def measure(numbers: Mapping[str, Any]) -> dict[str, float | None]:
-    """Massive values, angles, gradients and the use of blocks, one number each.
+def draw_all(drawn: Mapping[str, Chart], folder: Path) -> list[Path]:
+    """Write the figures as PNG, and remove what is none of them any more."""
+    written = draw(drawn.values(), folder, ("png",), DPI) if drawn else []
+    for path in set(folder.glob("*.png")) - set(written):
+        path.unlink()
+    return written
 
-    "deep" is the second half of the blocks.
-    """
+
+def measure(numbers: Numbers) -> dict[str, float | None]:
+    """What the paper says of deep models, one number each: massive values, angles, gradients, and
+    the use of blocks. "deep" is the second half of the blocks."""
     arrays = {k: np.array(v, float) for k, v in numbers.items() if k in NEEDED and v is not None}
     if set(arrays) < NEEDED:
         return {}

@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from multigate.log import parsed
 
-from .worker import Job, keep_failure, reason
+from .worker import UNSEEN, Job, keep_failure, reason, said
 
 POLL = 0.1
 SECONDS_BETWEEN_LINES = 30.0
@@ -30,6 +30,7 @@ class Outcome:
     state: State
     seconds: float
     reason: str = ""
+    """Why it has failed; of a finished run, why nobody looked into it."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,12 @@ class Queue:
             self._close(run)
             self.free.append(run.slot)
             seconds = time.monotonic() - run.begin
+            text = (run.job.config.folder / OUTPUT).read_text(errors="replace")
             if status == 0:
-                self.ended(Outcome(run.job, "finished", seconds))
+                self.ended(Outcome(run.job, "finished", seconds, said(text, UNSEEN)))
             elif run.asked is not None:
                 self.ended(Outcome(run.job, "stopped", seconds))
             else:
-                text = (run.job.config.folder / OUTPUT).read_text(errors="replace")
                 why = reason(text, status)
                 keep_failure(run.job, why)
                 self.ended(Outcome(run.job, "failed", seconds, why))

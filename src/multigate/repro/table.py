@@ -18,6 +18,7 @@ def page(found: Result) -> str:
     parts += pairs(found)
     parts += learning_rate(found["learning_rate"])
     parts += inside(found.get("inside"))
+    parts += figures(found.get("figures"))
     parts += shortcomings(found)
     return "\n\n".join(parts) + "\n"
 
@@ -231,10 +232,11 @@ def learning_rate(check: Result) -> Iterator[str]:
 
 
 def inside(measures: Sequence[Result] | None) -> Iterator[str]:
-    """What `multigate analyze` has seen in the runs of the first seed, where it has looked."""
+    """What `multigate analyze` measures of the runs, in a few numbers."""
     if not measures:
         return
-    yield "## Inside, first seed"
+    yield "## Inside"
+    yield "By `multigate analyze`, on val, with the weights of the last step."
     names = [name for name in dict.fromkeys(n for m in measures for n in m) if name != "run"]
     lines = [["run", *names], ["---", *["---:"] * len(names)]]
     for measure in measures:
@@ -242,6 +244,21 @@ def inside(measures: Sequence[Result] | None) -> Iterator[str]:
         values = [NOTHING if value is None else f"{value:.4g}" for value in found]
         lines.append([measure["run"], *values])
     yield markdown(lines)
+
+
+def figures(charts: Sequence[Result] | None) -> Iterator[str]:
+    """Every figure of `multigate analyze`, with the paper's claim and what was seen."""
+    if not charts:
+        return
+    yield "## Figures, first seed"
+    for chart in charts:
+        yield f"### {chart['title']}"
+        yield f"![{chart['title']}]({chart['file']})"
+        yield chart["shows"]
+        if chart["claim"]:
+            yield f"The paper: {chart['claim']}"
+        if chart["seen"] or chart["absent"]:
+            yield " ".join(part for part in (chart["seen"], chart["absent"]) if part)
 
 
 def shortcomings(found: Result) -> Iterator[str]:

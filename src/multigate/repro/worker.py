@@ -1,4 +1,4 @@
-"""One run in a process of its own: train, measure on val and test, keep.
+"""One run in a process of its own: train, measure on val and test, keep; look inside if told.
 
 `python -m multigate.repro.worker JOB.json`. Its standard input is a pipe that nobody writes to:
 when it closes, the command that began the run is gone, and the run saves and ends as well.
@@ -33,9 +33,10 @@ from multigate.log import read_records
 from multigate.train import train
 
 from .environment import environment
-from .kept import write_kept
+from .kept import LOG, read_kept, write_kept
+from .look import INSIDE, look_into, wanted
 
-FAILED = "failed: "
+FAILED, UNSEEN = "failed: ", "not looked into: "
 """Before the sentence that says why, in what a worker prints."""
 SPLITS = ("val", "test")
 PATIENCE = 120.0
@@ -51,11 +52,13 @@ class Job:
     """Where the run is kept."""
     at_once: int = 1
     """How many runs share the device."""
+    look: bool = False
+    """Whether to look into the model in the end."""
 
     def write(self) -> Path:
         path = self.config.folder / "job.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"config": to_table(self.config), "keep": str(self.keep), "at_once": self.at_once}
+        told = {**vars(self), "config": to_table(self.config), "keep": str(self.keep)}
         write_json(path, told)
         return path
 
@@ -63,13 +66,31 @@ class Job:
     def read(cls, path: Path) -> "Job":
         told = json.loads(path.read_text(encoding="utf-8"))
         config = from_table(TrainConfig(), told["config"], str(path))
-        return cls(config, Path(told["keep"]), told["at_once"])
+        return cls(config, Path(told["keep"]), told["at_once"], told["look"])
 
 
 def work(job: Job) -> int:
-    """Train as far as it goes; the exit status is 0 once the run is kept."""
+    """Train as far as it goes, then look inside; the exit status is 0 once the run is kept."""
+    wait_for(job.config.folder)
+    if not finished(job.keep) and (status := trained(job)):
+        return status
+    if job.look and wanted(job.keep, job.config.folder):
+        try:
+            look_into(job.config, job.keep)
+        except Exception as error:
+            # The run itself is there, whatever went wrong here.
+            traceback.print_exc()
+            print(f"{UNSEEN}{sentence(error)}", flush=True)
+    return 0
+
+
+def finished(keep: Path) -> bool:
+    return (keep / LOG).exists() and read_kept(keep).finished
+
+
+def trained(job: Job) -> int:
+    """Train, measure and keep a run; the exit status."""
     config = job.config
-    wait_for(config.folder)
     result = train(config, Console(soft_wrap=True))
     if result.signal is not None:
         return 128 + result.signal
@@ -85,8 +106,9 @@ def work(job: Job) -> int:
             # Such a number would be neither lower nor higher than another.
             raise ArithmeticError(f"the loss on {score['split']} is not finite: it has diverged.")
     _, state = open_run(config.folder, "last")
-    made = {**environment(compute), "micro_batch": state["micro_batch"], "at_once": job.at_once}
-    write_kept(job.keep, config, made, [*read_records(config.folder)[0], *scores])
+    found = {**environment(compute), "micro_batch": state["micro_batch"], "at_once": job.at_once}
+    (job.keep / INSIDE).unlink(missing_ok=True)
+    write_kept(job.keep, config, found, [*read_records(config.folder)[0], *scores])
     return 0
 
 
@@ -143,16 +165,23 @@ def sentence(error: Exception) -> str:
 
 def reason(output: str, status: int) -> str:
     """What a worker that failed has said; else how it ended."""
-    said = [line for line in output.splitlines() if line.startswith(FAILED)]
-    if said:
-        return said[-1].removeprefix(FAILED)
+    if why := said(output, FAILED):
+        return why
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}."
     return f"its process ended with status {status}."
 
 
+def said(output: str, mark: str) -> str:
+    """What a worker has printed behind this mark, if it has."""
+    lines = [line for line in output.splitlines() if line.startswith(mark)]
+    return lines[-1].removeprefix(mark) if lines else ""
+
+
 def keep_failure(job: Job, why: str) -> None:
-    """Keep a run that could not go on, as far as it came."""
+    """Keep a run that could not go on, as far as it came; one that is finished stays as it is."""
+    if finished(job.keep):
+        return
     records, _ = read_records(job.config.folder)
     step = max((record["step"] for record in records), default=0)
     for place in (job.config.out, Path(job.config.data).parent):
