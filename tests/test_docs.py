@@ -195,9 +195,10 @@ def test_a_few_tokens_are_fast():
         assert us < plain[tokens, name, "compile", width]
         assert us <= 3 or name == "backward" or tokens > 16
     missed = {key: us for key, us in normed.items() if key[1] == "forward" and us > 3}
-    assert {key[3] for key in missed} == {1280}
-    one, some = (missed[tokens, "forward", "cuda", 1280] for tokens in (1, 16))
-    assert f": {one:.1f} and {some:.1f} us at C = 1280." in (ROOT / "docs/kernels.md").read_text()
+    if missed:
+        assert {key[3] for key in missed} == {1280}
+        told = " and ".join(f"{us:.1f}" for us in missed.values())
+        assert f": {told} us at C = 1280." in (ROOT / "docs/kernels.md").read_text()
 
 
 def test_the_ratios_in_the_readme_are_those_of_the_file():
@@ -213,6 +214,19 @@ def test_the_ratios_in_the_readme_are_those_of_the_file():
             for width in (768, 1024, 1280, 2048, 4096)
         ]
         assert f"{min(ratios):.1f} to {max(ratios):.1f} times" in readme
+        ratios = [
+            times[name, "paper", width] / times[name, "cuda", width]
+            for width in (768, 1024, 1280, 2048, 4096)
+        ]
+        assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in readme
+    steps = {
+        (row["n"], row["residual"]): row
+        for row in rows_of_the_h200()
+        if row["case"] == "step" and (row["scale"], row["memory"]) == ("s", "store")
+    }
+    four, eight = (steps[n, "mgr-competitive"] for n in (4, 8))
+    assert f"takes {four['ms']:.1f} ms, {four['overhead']:.1%} more than PreNorm's" in readme
+    assert f"with eight, {eight['overhead']:.1%} more" in readme
 
 
 def test_the_figures_of_the_memory_page_are_those_of_the_files():

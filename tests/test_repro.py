@@ -237,9 +237,12 @@ def test_the_published_tables_are_what_the_published_logs_say(folder, tmp_path):
     shutil.copytree(folder, out)
     for page in [*out.glob("*.md"), *(p for p in out.glob("*.json") if p.name != "settings.json")]:
         page.unlink()
-    written = summary(SummaryConfig(out, figures=False), quiet())
+    written = summary(SummaryConfig(out), quiet())
     assert written
     for path in written:
+        # The bytes of a picture are those of one version of matplotlib.
+        if path.suffix == ".png":
+            continue
         assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
 
 

@@ -16,6 +16,9 @@ from multigate.repro import look, worker
 from multigate.repro.command import summary
 from multigate.repro.config import SummaryConfig
 from multigate.repro.kept import read_all
+from multigate.repro.plan import run_name
+from multigate.repro.settings import read_settings
+from multigate.repro.summary import first_seed, looked_into
 from runs import quiet
 from studied import here, reproduce, study, text
 
@@ -111,7 +114,7 @@ def test_what_is_there_is_left_alone_and_what_is_missing_is_made(copied):
     _, shown = reproduce(copied)
     assert inside(copied, NAMES[0]).stat().st_mtime_ns == before
     assert inside(copied, NAMES[1]).read_bytes() == kept
-    assert "1 of 2 runs are finished already" in shown
+    assert "2 of 2 runs are finished already, 1 of them to be looked into" in shown
     assert "not looked into" not in shown
 
 
@@ -136,17 +139,65 @@ def test_a_look_that_fails_leaves_the_run(copied, monkeypatch, capsys):
     assert worker.said(capsys.readouterr().out, worker.UNSEEN) == "disk full"
     assert list(done.finished) == NAMES
     assert f"not looked into yet: {NAMES[0]}; the same command goes on" in shown
-    job = worker.Job.read(copied.runs / NAMES[0] / "job.json")
-    worker.keep_failure(job, "its process was ended by SIGKILL.")
-    assert read_all(copied.out)[NAMES[0]].finished
     reproduce(copied)
     assert inside(copied, NAMES[0]).exists()
 
 
-def test_damaged_numbers_are_named(copied):
+def test_damaged_numbers_are_named_before_anything_is_done(copied):
     inside(copied, NAMES[0]).write_bytes(b"no gzip")
+    inside(copied, NAMES[1]).unlink()
     with pytest.raises(ValueError, match=r"inside.json.gz is damaged .* looked into again"):
         summary(SummaryConfig(copied.out, figures=False), quiet())
+    with pytest.raises(ValueError, match=r"inside.json.gz is damaged"):
+        reproduce(copied)
+    assert not inside(copied, NAMES[1]).exists()
+
+
+def test_another_run_in_the_same_place_is_not_looked_into(copied, capsys):
+    """Checkpoints of other settings, or of a training that is not over."""
+    inside(copied, NAMES[0]).unlink()
+    job = worker.Job.read(copied.runs / NAMES[0] / "job.json")
+    for changes in ({"seed": 7}, {"steps": 3}):
+        with pytest.raises(ValueError, match="another run than the one that is kept"):
+            look.look_into(replace(job.config, **changes), job.keep)
+    shutil.rmtree(copied.runs / NAMES[0] / "checkpoints")
+    shutil.copytree(copied.runs / NAMES[1] / "checkpoints", copied.runs / NAMES[0] / "checkpoints")
+    reproduce(copied)
+    assert "another run than the one that is kept" in capsys.readouterr().out
+    assert not inside(copied, NAMES[0]).exists()
+
+
+def test_figures_are_of_one_seed_and_of_the_tables_learning_rate(made):
+    """A run of the learning-rate check is another model; so is one of another seed."""
+    study = made[0].declared()
+    numbers = {
+        (f"deep-{name}", seed): object() for name in ("prenorm", "attnres-full") for seed in (1, 2)
+    }
+    seen = {run_name(cell, seed, 2.0): value for (cell, seed), value in numbers.items()}
+    assert first_seed(seen, study) == {
+        "PreNorm": numbers["deep-prenorm", 1],
+        "Full AttnRes": numbers["deep-attnres-full", 1],
+    }
+    seen[run_name("deep-mgr-competitive-8", 0, 2.0)] = alone = object()
+    assert first_seed(seen, study) == {"Competitive MGR (n=8)": alone}
+    assert first_seed({}, study) == {}
+
+
+def test_runs_at_another_learning_rate_are_not_on_the_page(copied):
+    other = copied.out / "runs" / "deep-prenorm-lr2-seed0"
+    shutil.copytree(copied.out / "runs" / NAMES[0], other)
+    settings = read_settings(copied.out)
+    asked = settings.asked("deep", [other.name], "multigate repro deep")
+    asked.write(copied.out)
+    assert list(looked_into(copied.out, asked, read_all(copied.out))) == sorted(NAMES)
+    at_two = looked_into(copied.out, replace(asked, lr_factor=2.0), read_all(copied.out))
+    assert list(at_two) == [other.name]
+
+
+def test_without_figures_the_page_shows_none(copied):
+    summary(SummaryConfig(copied.out, figures=False), quiet())
+    assert "analysis/" not in (copied.out / "DEEP.md").read_text()
+    assert "## Inside" in (copied.out / "DEEP.md").read_text()
 
 
 def test_a_run_that_is_trained_anew_is_looked_into_anew(copied, monkeypatch):

@@ -17,7 +17,7 @@ from multigate.__main__ import main
 from multigate.config import resolve
 from multigate.log import read_log
 from multigate.repro import queue
-from multigate.repro.kept import read_all, read_kept
+from multigate.repro.kept import read_all, read_kept, write_kept
 from multigate.repro.queue import Clock, Queue, slots
 from multigate.repro.worker import Job, reason, sentence
 from runs import numbers, prepared, write_documents
@@ -43,6 +43,8 @@ note("begin")
 if "says" in name:
     print("failed: it is not finite.")
     sys.exit(1)
+if "unseen" in name:
+    print("not looked into: the disk is full.")
 if "crash" in name:
     os.kill(os.getpid(), signal.SIGKILL)
 if "status" in name:
@@ -94,6 +96,20 @@ def test_every_device_has_a_run_of_its_own(pretend):
     assert max(at(notes, n, "begin") for n in "ab") < min(at(notes, n, "end") for n in "ab")
     assert sorted(notes[n][0][2] for n in "ab") == ["2", "5"]
     assert sorted(notes[n][0][2] for n in "abcd") == ["2", "2", "5", "5"]
+
+
+def test_a_look_that_went_wrong_is_no_failure(pretend, tmp_path):
+    """Whether the worker says so or is killed: the run itself is kept."""
+    score = {"event": "score", "step": 1000, "split": "val", "loss": 3.0, "bits_per_byte": 1.0}
+    before = tmp_path / "kept" / "crash-at-the-look"
+    write_kept(before, resolve("tiny"), {}, [{**score, "tokens": 100}])
+    log = (before / "log.jsonl.gz").read_bytes()
+    outcomes, _ = pretend(["unseen", "crash-at-the-look"])
+    assert {name: (o.state, o.reason) for name, o in outcomes.items()} == {
+        "unseen": ("finished", "the disk is full."),
+        "crash-at-the-look": ("finished", "its process was ended by SIGKILL."),
+    }
+    assert (before / "log.jsonl.gz").read_bytes() == log
 
 
 def test_failures_are_kept_with_their_reason_and_the_rest_goes_on(pretend, tmp_path):
@@ -153,7 +169,7 @@ def test_places(monkeypatch):
 
 def test_why_a_run_could_not_go_on():
     assert sentence(ValueError("a sentence.\nmore")) == "a sentence."
-    assert "smaller --micro-batch or fewer --jobs" in sentence(RuntimeError("CUDA out of memory"))
+    assert "use fewer --jobs, or for training a smaller --micro-batch" in sentence(RuntimeError("CUDA out of memory"))
     assert sentence(RuntimeError("")) == "RuntimeError: "
     assert reason("x\nfailed: one\nfailed: two\n", 1) == "two"
 

@@ -126,6 +126,12 @@ def test_noise_of_two_cells_is_that_of_their_difference():
     assert paired(cell, other, found).pooled == pytest.approx(paired(cell, other).half)
 
 
+def test_a_copy_of_a_cell_says_nothing_new():
+    cells = [{0: 3.0, 1: 3.4, 2: 3.2}, {0: 3.1, 1: 3.6, 2: 3.3}]
+    assert noise([*cells, dict(cells[0]), {0: 3.1, 2: 3.3}]) == noise(cells)
+    assert noise([*cells, {0: 3.1, 1: 3.61, 2: 3.3}]).freedom == 4
+
+
 def test_no_noise_without_freedom():
     assert noise([]) is None
     assert noise([{0: 1.0}, {0: 2.0, 1: 3.0}]) is None

@@ -34,7 +34,7 @@ Key = tuple[str, int, bool]
 def draw(
     charts: Iterable[Chart], folder: Path, kinds: Sequence[str] = ("png", "pdf"), dpi: int = 150
 ) -> list[Path]:
-    """Every chart that has panels as NAME.png and NAME.pdf in `folder`; returns the files."""
+    """Every chart that has panels in `folder`, as a file of each kind; returns the files."""
     matplotlib = optional("matplotlib", "plot", "drawing figures")
     folder.mkdir(parents=True, exist_ok=True)
     files = []

@@ -14,7 +14,7 @@ from multigate.signals import caught_signals
 
 from .config import ReproConfig, SpeedConfig, SummaryConfig
 from .kept import Kept, changes, publishable, read_all, read_kept
-from .look import INSIDE, wanted
+from .look import INSIDE, kept_numbers, wanted
 from .plan import Planned, checks, ordered, planned
 from .queue import Clock, Outcome, Queue, slots
 from .settings import settle
@@ -53,11 +53,14 @@ class Sitting:
 
     def go(self) -> Done:
         self._say_what()
+        # What is damaged is told before anything is trained.
+        for run in read_all(self.out):
+            kept_numbers(self._kept(run))
         runs = self._check_learning_rate()
         if self.settings.lr_factor is not None:
             runs = self._possible(self._planned(self.settings.lr_factor))
             self._note(runs)
-            self._run(runs)
+            self._run(runs, self.study.analyze)
         kept = read_all(self.out)
         names = [run.name for run in runs]
         finished = [name for name in names if name in kept and kept[name].finished]
@@ -130,22 +133,19 @@ class Sitting:
         self.say(f"learning rates: {best:g} times the recipe's (val loss {rates})")
         return runs
 
-    def _run(self, runs: Sequence[Planned]) -> None:
+    def _run(self, runs: Sequence[Planned], look: bool = False) -> None:
         """What of `runs` is missing: what failed before comes after what was never tried."""
         kept = read_all(self.out)
         for run in runs:
             self._check_same(run, kept.get(run.name))
         done = {name for name, run in kept.items() if run.finished}
-        look = self.study.analyze
-        todo = [
-            run
-            for run in runs
-            if run.name not in done or (look and wanted(self._kept(run.name), run.config.folder))
-        ]
+        todo = [run for run in runs if run.name not in done or (look and self._unseen(run.name))]
         todo.sort(key=lambda run: run.name in kept and run.name not in done)
         self.count, self.total = len(runs) - len(todo), len(runs)
-        if self.count:
-            self.say(f"{self.count} of {self.total} runs are finished already")
+        if again := sum(run.name in done for run in runs):
+            left = sum(run.name in done for run in todo)
+            rest = f", {left} of them to be looked into" if left else ""
+            self.say(f"{again} of {self.total} runs are finished already{rest}")
         at_once = self.config.jobs
         jobs = [Job(run.config, self._kept(run.name), at_once, look) for run in todo]
         Queue(self.places, self.clock, self.say, self._ended).drain(jobs)
@@ -153,12 +153,15 @@ class Sitting:
     def _kept(self, name: str) -> Path:
         return self.out / "runs" / name
 
+    def _unseen(self, name: str) -> bool:
+        return wanted(self._kept(name), self.config.runs_folder / name)
+
     def _say_unseen(self, finished: Sequence[str]) -> None:
         """Which runs have yet to be looked into, and which nobody can look into any more."""
         if not self.study.analyze:
             return
         left = [name for name in finished if not (self._kept(name) / INSIDE).exists()]
-        there = [name for name in left if (self.config.runs_folder / name / "checkpoints").exists()]
+        there = [name for name in left if self._unseen(name)]
         gone = [name for name in left if name not in there]
         if there:
             self.say(f"not looked into yet: {', '.join(there)}; the same command goes on")

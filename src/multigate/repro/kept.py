@@ -4,7 +4,8 @@ OUT/runs/NAME/config.toml         the resolved configuration, without places on 
               environment.json    versions, commit, GPU
               log.jsonl.gz        every tenth step and the last 200, evaluations, final scores
 
-The log comes last, in one rename: where it is, the rest is. OUT/speeds.json, if there, says how
+The log comes last, in one rename: where it is, the rest is. What was measured inside a model stands
+beside it (see look.py). OUT/speeds.json, if there, says how
 fast the model of each cell is alone on a device (see speed.py).
 """
 

@@ -20,7 +20,8 @@ from multigate.analysis.measure import FAMILIES, Measured, sections
 from multigate.analysis.running import BINS, Array
 from multigate.analysis.store import flattened, listed, restored
 from multigate.analysis.subjects import Text, find
-from multigate.config import TrainConfig
+from multigate.checkpoint import checkpoints, open_run
+from multigate.config import TrainConfig, differences
 from multigate.data.writer import write_whole
 from multigate.device import choose
 
@@ -38,6 +39,9 @@ Numbers = Mapping[str, Any]
 
 def look_into(config: TrainConfig, folder: Path) -> None:
     """Measure the last weights of a run, and keep the numbers beside its log in `folder`."""
+    _, state = open_run(config.folder, "last")
+    if state["step"] != config.steps or differences(state["config"], config):
+        raise ValueError(f"{config.folder} holds another run than the one that is kept.")
     (subject,), _ = find([config.folder])
     text = Text(Path(config.data), "val", SAMPLES, PRUNED)
     compute = choose(config.device, config.precision)
@@ -57,7 +61,7 @@ def brief(name: str, array: Array) -> Array:
 
 def wanted(folder: Path, run: Path) -> bool:
     """Whether a run that is kept in `folder` has yet to be looked into, and can be."""
-    return not (folder / INSIDE).exists() and (run / "checkpoints").exists()
+    return not (folder / INSIDE).exists() and bool(checkpoints(run))
 
 
 def kept_numbers(folder: Path) -> Numbers | None:

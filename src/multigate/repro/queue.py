@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from multigate.log import parsed
 
-from .worker import UNSEEN, Job, keep_failure, reason, said
+from .worker import UNSEEN, Job, finished, keep_failure, reason, said
 
 POLL = 0.1
 SECONDS_BETWEEN_LINES = 30.0
@@ -139,8 +139,11 @@ class Queue:
                 self.ended(Outcome(run.job, "stopped", seconds))
             else:
                 why = reason(text, status)
-                keep_failure(run.job, why)
-                self.ended(Outcome(run.job, "failed", seconds, why))
+                # A run that is kept already has not failed; only the look into it has.
+                state: State = "finished" if finished(run.job.keep) else "failed"
+                if state == "failed":
+                    keep_failure(run.job, why)
+                self.ended(Outcome(run.job, state, seconds, why))
 
     def _ask(self) -> None:
         now = time.monotonic()

@@ -74,9 +74,13 @@ class Noise:
 def noise(cells: Iterable[Mapping[int, float]]) -> Noise | None:
     """The noise of all cells that have several seeds, if it is the same in all of them.
 
-    Least squares of loss = cell + seed; None where they leave no degree of freedom.
+    Least squares of loss = cell + seed; None where they leave no degree of freedom. A cell that is
+    the same as another to the bit, as memory modes may be, says nothing new and is left out.
     """
-    several = [cell for cell in cells if len(cell) > 1]
+    several = list[Mapping[int, float]]()
+    for cell in cells:
+        if len(cell) > 1 and not any(same(cell, other) for other in several):
+            several.append(cell)
     seeds = sorted({seed for cell in several for seed in cell})
     runs = [(k, seeds.index(seed)) for k, cell in enumerate(several) for seed in cell]
     if not runs:
@@ -89,6 +93,12 @@ def noise(cells: Iterable[Mapping[int, float]]) -> Noise | None:
         return None
     left = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
     return Noise(math.sqrt(float(left @ left) / freedom), freedom)
+
+
+def same(cell: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    """Whether they agree on all seeds that both have, if there are any."""
+    seeds = set(cell) & set(other)
+    return bool(seeds) and all(cell[seed] == other[seed] for seed in seeds)
 
 
 @dataclass(frozen=True)

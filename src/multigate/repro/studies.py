@@ -58,7 +58,7 @@ class Study:
     pairs: Sequence[tuple[Cell, Cell]] = ()
     """Cells that are also compared with each other."""
     analyze: bool = False
-    """Whether `multigate analyze` looks into its runs in the end."""
+    """Whether `multigate analyze` looks into each of its runs."""
 
     def cells(self) -> dict[str, Cell]:
         """Every cell once, by key, in the order in which they are most useful."""
@@ -99,8 +99,9 @@ def table1(scale: str) -> Study:
             *((mgr, FULL) for mgr in (INDEPENDENT_4, COMPETITIVE_4, INDEPENDENT_8, COMPETITIVE_8)),
             (COMPETITIVE_4, MHC_LITE),
             (COMPETITIVE_8, MHC_LITE),
-            (COMPETITIVE_4, BLOCK_4),
-            (COMPETITIVE_8, BLOCK_8),
+            (MHC_LITE, FULL),
+            *((of, BLOCK_4) for of in (INDEPENDENT_4, COMPETITIVE_4)),
+            *((of, BLOCK_8) for of in (INDEPENDENT_8, COMPETITIVE_8, FULL)),
             (INDEPENDENT_8, INDEPENDENT_4),
             (COMPETITIVE_8, COMPETITIVE_4),
             (COMPETITIVE_4, INDEPENDENT_4),

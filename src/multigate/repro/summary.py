@@ -1,8 +1,9 @@
 """Every table and figure of a folder, made from what is kept there and from nothing else."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from multigate.analysis.chart import Chart
 from multigate.data.writer import write_whole
@@ -10,9 +11,9 @@ from multigate.data.writer import write_whole
 from .figure import draw
 from .kept import read_all
 from .look import FIGURES, Numbers, charts, draw_all, kept_numbers, measure
-from .plan import split_name
+from .plan import run_name, split_name
 from .results import Finished, results
-from .settings import read_settings
+from .settings import Settings, read_settings
 from .studies import STUDIES, Study
 from .table import decisive, page
 
@@ -24,43 +25,51 @@ def summarize(out: Path, figures: bool, say: Callable[[str], None]) -> list[Path
     for name in settings.studies:
         found = results(out, settings, name)
         study = STUDIES[name](settings.config["scale"])
-        drawn = dict[str, Chart]()
+        if figures:
+            try:
+                written += drawings(out, settings, study, found)
+            except ValueError as error:
+                say(f"no figure: {error}")
         if study.analyze:
-            seen = looked_into(out, found["runs"])
-            drawn = charts(first_seed(seen, study))
-            found["inside"] = [{"run": run, **measure(numbers)} for run, numbers in seen.items()]
-            found["figures"] = [shown(file, chart) for file, chart in drawn.items()]
+            runs = looked_into(out, settings, found["runs"])
+            found["inside"] = [{"run": run, **measure(numbers)} for run, numbers in runs.items()]
         text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
         write_whole(out / study.numbers, text.encode())
         write_whole(out / study.page, page(found).encode())
         written += [out / study.numbers, out / study.page]
-        if figures:
-            path = (out / study.page).with_suffix(".png")
-            finished = Finished(read_all(out), settings.lr_factor or 1.0, cells=study.cells())
-            title = f"{study.title}, {settings.config['scale']}"
-            try:
-                rows = found["groups"][0]["rows"]
-                if draw(rows, finished, decisive(found), path, title):
-                    written.append(path)
-                if study.analyze:
-                    written += draw_all(drawn, out / FIGURES)
-            except ValueError as error:
-                say(f"no figure: {error}")
     return written
 
 
-def looked_into(out: Path, runs: Iterable[str]) -> dict[str, Numbers]:
-    """What was measured inside these runs, where it was."""
-    found = {run: kept_numbers(out / "runs" / run) for run in runs}
-    return {run: numbers for run, numbers in found.items() if numbers is not None}
+def drawings(out: Path, settings: Settings, study: Study, found: dict[str, Any]) -> list[Path]:
+    """Draw the figures of a study, and note in `found` those that its page shows."""
+    finished = Finished(read_all(out), settings.lr_factor or 1.0, cells=study.cells())
+    title = f"{study.title}, {settings.config['scale']}"
+    rows = found["groups"][0]["rows"] if found["groups"] else []
+    path = (out / study.page).with_suffix(".png")
+    written = [path] if draw(rows, finished, decisive(found), path, title) else []
+    if study.analyze:
+        drawn = charts(first_seed(looked_into(out, settings, found["runs"]), study))
+        written += draw_all(drawn, out / FIGURES)
+        found["figures"] = [shown(file, chart) for file, chart in drawn.items()]
+    return written
 
 
-def first_seed(seen: dict[str, Numbers], study: Study) -> dict[str, Numbers]:
-    """Of each cell the run with the lowest seed, by the cell's label, in the table's order."""
-    by_cell = dict[str, Numbers]()
-    for run in sorted(seen, key=lambda run: split_name(run)[1]):
-        by_cell.setdefault(split_name(run)[0], seen[run])
-    return {cell.label: by_cell[key] for key, cell in study.cells().items() if key in by_cell}
+def looked_into(out: Path, settings: Settings, runs: Iterable[str]) -> dict[str, Numbers]:
+    """What was measured inside those of these runs that have the learning rate of the tables."""
+    factor, found = settings.lr_factor or 1.0, dict[str, Numbers]()
+    for run in runs:
+        numbers = kept_numbers(out / "runs" / run)
+        if numbers is not None and run == run_name(*split_name(run), factor):
+            found[run] = numbers
+    return found
+
+
+def first_seed(seen: Mapping[str, Numbers], study: Study) -> dict[str, Numbers]:
+    """The runs of the lowest seed, by the labels of their cells, in the order of the table."""
+    named = {split_name(run): numbers for run, numbers in seen.items()}
+    seed = min((seed for _, seed in named), default=0)
+    cells = study.cells().items()
+    return {cell.label: named[key, seed] for key, cell in cells if (key, seed) in named}
 
 
 def shown(file: str, chart: Chart) -> dict[str, str]:

@@ -25,6 +25,7 @@ def page(found: Result) -> str:
 
 def about(found: Result) -> Iterator[str]:
     """What all runs have in common, and how to read the columns."""
+    verdict_on = "test" if "test" in scored(found) else "val, for there is no test text"
     config, data = found["config"], found["data"]
     optim, factor = config["optim"], found["learning_rate"]["factor"] or 1.0
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in data["tokens"].items())
@@ -41,7 +42,7 @@ def about(found: Result) -> Iterator[str]:
         "are over every token of the split, with the weights of the last step. They are given as "
         "mean ± standard deviation over seeds. A difference is the mean over seeds of the "
         "difference within a seed, ± its 95% interval by Student's t. The verdict is on "
-        f"{'test' if 'test' in data['tokens'] else 'val, for there is no test text'}: a *lower* or "
+        f"{verdict_on}: a *lower* or "
         "*higher* loss, or *cannot tell* where the difference is within its interval; one seed has "
         "no interval. Choices were made on val."
     )
@@ -76,16 +77,22 @@ def pooled_noise(found: Result) -> Iterator[str]:
         return
     noise = found["noise"][split]
     yield (
-        f"The noise of a run, what is left of its {split} loss beside its row and its seed, has a "
-        f"standard deviation of {noise['deviation']:.4f} ({noise['freedom']} degrees of freedom, "
-        "over all rows that have several seeds). *Pooled* verdicts have intervals by that noise: "
-        "narrower ones, also for one seed, if all rows are equally noisy."
+        "The interval of a verdict is by a row's own few seeds, a poor estimate of noise. *Pooled* "
+        "is by one estimate from all rows that have several seeds: what row and seed do not "
+        f"explain of a {split} loss has a standard deviation of {noise['deviation']:.4f} "
+        f"({noise['freedom']} degrees of freedom). It takes all rows to be equally noisy, and "
+        "gives an interval for one seed too."
     )
+
+
+def scored(found: Result) -> Sequence[str]:
+    """The splits that there are."""
+    return ("val", "test") if "test" in found["data"]["tokens"] else ("val",)
 
 
 def decisive(found: Result) -> str:
     """The split that verdicts are on."""
-    return "test" if "test" in found["data"]["tokens"] else "val"
+    return scored(found)[-1]
 
 
 def speeds(found: Result) -> str:
@@ -109,8 +116,9 @@ def group_table(group: Result, found: Result) -> str:
     beside = f"- {next(iter(others))}" if len(others) == 1 else "difference"
     papers = [row["paper"] for row in rows if row["paper"]]
     at = papers[0]["scale"].upper() if papers else ""
-    test = "test" in found["data"]["tokens"]
-    head = ["model", "parameters", "seeds", "train", "val", *(["test"] if test else [])]
+    splits = scored(found)
+    test = "test" in splits
+    head = ["model", "parameters", "seeds", "train", *splits]
     head += [f"val {beside}", *([f"test {beside}"] if test else []), "verdict"]
     head += ["pooled"] if found["noise"] else []
     head += [*(["compared with"] if several else [])]
@@ -118,7 +126,6 @@ def group_table(group: Result, found: Result) -> str:
     head += ["tokens/s", "peak GiB"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
-        splits = ("val", "test") if test else ("val",)
         cells = [row["label"], number(row["parameters"]), str(len(row["seeds"]))]
         cells += [spread(row["losses"][name]) for name in ("train", *splits)]
         cells += [difference(row["differences"].get(name)) for name in splits]
@@ -144,7 +151,7 @@ def pairs(found: Result) -> Iterator[str]:
     """Rows of the first table beside each other, which intervals of their own cannot tell."""
     if not found["pairs"]:
         return
-    splits = ("val", "test") if "test" in found["data"]["tokens"] else ("val",)
+    splits = scored(found)
     scale = found["config"]["scale"]
     at = (scale if scale in ("s", "m", "l") else "s").upper()
     said = ["verdict", *(["pooled"] if found["noise"] else [])]

@@ -159,7 +159,9 @@ def sentence(error: Exception) -> str:
     if isinstance(error, ValueError | OSError | ArithmeticError):
         return lines[0]
     if "out of memory" in str(error):
-        return "the GPU's memory is full: use a smaller --micro-batch or fewer --jobs."
+        return (
+            "the GPU's memory is full: use fewer --jobs, or for training a smaller --micro-batch."
+        )
     return f"{type(error).__name__}: {lines[0]}"
 
 
@@ -179,9 +181,7 @@ def said(output: str, mark: str) -> str:
 
 
 def keep_failure(job: Job, why: str) -> None:
-    """Keep a run that could not go on, as far as it came; one that is finished stays as it is."""
-    if finished(job.keep):
-        return
+    """Keep a run that could not go on, as far as it came."""
     records, _ = read_records(job.config.folder)
     step = max((record["step"] for record in records), default=0)
     for place in (job.config.out, Path(job.config.data).parent):
