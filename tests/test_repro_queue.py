@@ -29,7 +29,8 @@ told = json.load(open(sys.argv[1]))
 name, folder = told["config"]["name"], os.path.dirname(sys.argv[1])
 def note(word):
     with open(os.path.join(folder, "notes"), "a") as file:
-        file.write(f"{word} {time.monotonic()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+        environment = (os.environ.get(k) for k in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"))
+        file.write(" ".join([word, str(time.monotonic()), *map(str, environment)]) + "\\n")
 def saved(number, frame):
     note("saved")
     if "slow" in name:
@@ -79,7 +80,7 @@ def pretend(tmp_path, monkeypatch):
 
 
 def at(notes, name, word):
-    return next(float(when) for what, when, _ in notes[name] if what == word)
+    return next(float(when) for what, when, *_ in notes[name] if what == word)
 
 
 def test_runs_come_one_after_the_other(pretend):
@@ -110,6 +111,17 @@ def test_a_look_that_went_wrong_is_no_failure(pretend, tmp_path):
         "crash-at-the-look": ("finished", "its process was ended by SIGKILL."),
     }
     assert (before / "log.jsonl.gz").read_bytes() == log
+
+
+def test_runs_on_the_cpu_share_its_cores(pretend, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 5)
+    seen = [
+        pretend([name], places=places)[1][name][0][3]
+        for name, places in (("one", [None]), ("two", [None] * 2), ("many", [None] * 9))
+    ]
+    assert seen == ["None", "2", "1"]
+    assert pretend(["gpu"], places=["0", "0"])[1]["gpu"][0][2:] == ["0", "None"]
 
 
 def test_failures_are_kept_with_their_reason_and_the_rest_goes_on(pretend, tmp_path):
@@ -169,7 +181,8 @@ def test_places(monkeypatch):
 
 def test_why_a_run_could_not_go_on():
     assert sentence(ValueError("a sentence.\nmore")) == "a sentence."
-    assert "use fewer --jobs, or for training a smaller --micro-batch" in sentence(RuntimeError("CUDA out of memory"))
+    full = sentence(RuntimeError("CUDA out of memory"))
+    assert "use fewer --jobs, or for training a smaller --micro-batch" in full
     assert sentence(RuntimeError("")) == "RuntimeError: "
     assert reason("x\nfailed: one\nfailed: two\n", 1) == "two"
 

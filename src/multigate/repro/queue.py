@@ -71,6 +71,13 @@ def slots(device: str, at_once: int) -> list[str | None]:
     return (gpus or [None]) * at_once
 
 
+def threads(runs: int) -> int:
+    """For each of so many runs at once on the CPU."""
+    import torch
+
+    return max(1, torch.get_num_threads() // runs)
+
+
 def command(told: Path) -> list[str]:
     return [sys.executable, "-m", "multigate.repro.worker", str(told)]
 
@@ -86,6 +93,7 @@ class Queue:
         ended: Callable[[Outcome], None],
     ) -> None:
         self.free, self.clock, self.say, self.ended = deque(places), clock, say, ended
+        self.places = len(places)
         self.running = list[Running]()
         self._line = time.monotonic()
 
@@ -112,6 +120,9 @@ class Queue:
         environment = dict(os.environ)
         if slot is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot
+        elif self.places > 1:
+            # With a thread for every core each, runs would wait for each other most of the time.
+            environment["OMP_NUM_THREADS"] = str(threads(self.places))
         process = subprocess.Popen(
             command(told),
             stdin=subprocess.PIPE,
