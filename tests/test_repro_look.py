@@ -12,7 +12,7 @@ from hooked import small_gpt, some_tokens
 from multigate.analysis.draw import named
 from multigate.analysis.measure import measure, sections
 from multigate.analysis.store import flattened, listed, restored
-from multigate.repro import look, worker
+from multigate.repro import look, queue, worker
 from multigate.repro.command import summary
 from multigate.repro.config import SummaryConfig
 from multigate.repro.kept import read_all
@@ -143,6 +143,20 @@ def test_a_look_that_fails_leaves_the_run(copied, monkeypatch, capsys):
     assert inside(copied, NAMES[0]).exists()
 
 
+def test_why_nobody_looked_into_a_run_is_said_with_its_losses(copied, monkeypatch):
+    inside(copied, NAMES[0]).unlink()
+
+    def drain(self, jobs):
+        for job in jobs:
+            self.ended(queue.Outcome(job, "finished", 1.0, "the disk is full."))
+
+    monkeypatch.setattr(queue.Queue, "drain", drain)
+    _, shown = reproduce(copied)
+    line = next(line for line in shown.splitlines() if line.startswith(f"[2/2] {NAMES[0]}"))
+    assert ", test " in line
+    assert line.endswith(", not looked into: the disk is full.")
+
+
 def test_damaged_numbers_are_named_before_anything_is_done(copied):
     inside(copied, NAMES[0]).write_bytes(b"no gzip")
     inside(copied, NAMES[1]).unlink()
@@ -156,10 +170,15 @@ def test_damaged_numbers_are_named_before_anything_is_done(copied):
 def test_another_run_in_the_same_place_is_not_looked_into(copied, capsys):
     """Checkpoints of other settings, or of a training that is not over."""
     inside(copied, NAMES[0]).unlink()
-    job = worker.Job.read(copied.runs / NAMES[0] / "job.json")
-    for changes in ({"seed": 7}, {"steps": 3}):
-        with pytest.raises(ValueError, match="another run than the one that is kept"):
-            look.look_into(replace(job.config, **changes), job.keep)
+    config = worker.Job.read(copied.runs / NAMES[0] / "job.json").config
+    config, keep = replace(config, out=copied.runs), inside(copied, NAMES[0]).parent
+    with pytest.raises(ValueError, match="another run than the one that is kept"):
+        look.look_into(replace(config, seed=7), keep)
+    (state,) = (copied.runs / NAMES[0] / "checkpoints").glob("*/state.json")
+    told = json.loads(state.read_text())
+    state.write_text(json.dumps({**told, "step": told["step"] - 1}))
+    with pytest.raises(ValueError, match="another run than the one that is kept"):
+        look.look_into(config, keep)
     shutil.rmtree(copied.runs / NAMES[0] / "checkpoints")
     shutil.copytree(copied.runs / NAMES[1] / "checkpoints", copied.runs / NAMES[0] / "checkpoints")
     reproduce(copied)
