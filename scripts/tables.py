@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from multigate.repro.table import NOTHING, difference, markdown, pooled, spread
+from multigate.repro.table import NOTHING, difference, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/evidence.md", "docs/kernels.md", "docs/memory.md")
@@ -46,7 +46,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -
 
 
 def losses(group: int) -> str:
-    head = ["model", "parameters", "seeds", "val", "test", "test - PreNorm", "verdict", "pooled"]
+    head = ["model", "seeds", "val", "test", "test - PreNorm", "verdict", "pooled"]
     rows = rows_of(group)
     papers = [(row["paper"] or {}).get("difference") for row in rows]
     lines = []
@@ -54,13 +54,11 @@ def losses(group: int) -> str:
         apart = row["differences"].get("test")
         line = [
             row["label"],
-            f"{row['parameters'] / 1e6:.2f} M",
             str(len(row["seeds"])),
             spread(row["losses"]["val"]),
             spread(row["losses"]["test"]),
             difference(apart),
-            apart["verdict"] if apart else NOTHING,
-            pooled(apart),
+            *((apart["verdict"], apart["pooled_verdict"]) if apart else (NOTHING, NOTHING)),
         ]
         if any(papers):
             line.append(f"{paper:+.4f}" if paper else NOTHING)
@@ -74,7 +72,7 @@ def pairs() -> str:
         val, test = (pair["differences"][name] for name in ("val", "test"))
         paper = f"{pair['paper']:+.4f}"
         cells = (pair["label"], pair["against"], difference(val), difference(test))
-        lines.append((*cells, test["verdict"], pooled(test), paper))
+        lines.append((*cells, test["verdict"], test["pooled_verdict"], paper))
     head = ("model", "compared with", "val", "test", "verdict", "pooled", "the paper at S, val")
     return table(head, lines, words=2)
 

@@ -116,6 +116,12 @@ def test_what_it_says_of_seeds_and_of_the_best_row():
     best = min((*rows, *related), key=lambda row: row["losses"]["test"]["mean"])
     assert best["label"] == "mHC (n=4)"
     assert f"{best['parameters'] / rows[0]['parameters'] - 1:.0%} more parameters" in text
+    sizes = {row["label"]: f"{row['parameters'] / 1e6:.1f} M" for row in (*rows, *related)}
+    larger = ("mHC-lite (n=4)", "mHC (n=4)", "MoDA with keys of the MLPs")
+    told = [f"{label.removesuffix(' (n=4)')} ({sizes.pop(label)})" for label in larger]
+    words = f"but {told[0]}, {told[1]} and {told[2]}"
+    assert f"have {sizes['PreNorm']} parameters, {words}" in text
+    assert set(sizes.values()) <= {"27.5 M", "27.6 M"}
     test = {name: run["test"] for name, run in found()["runs"].items()}
     for name, loss in test.items():
         if name.startswith("mgr-"):
@@ -144,6 +150,14 @@ def test_what_it_says_in_short():
     noise = found()["noise"]["test"]
     words = f"what row and seed do not explain has a standard deviation of {noise['deviation']:.4f}"
     assert f"{words} nats ({noise['freedom']} degrees of freedom)" in text
+    half = {
+        len(d["seeds"]): d["pooled"]
+        for group in found()["groups"]
+        for row in group["rows"]
+        if (d := row["differences"].get("test"))
+    }
+    words = f"± {half[3]:.4f} for three seeds, ± {half[2]:.4f} for two and ± {half[1]:.4f} for one"
+    assert words in text
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert "every alternative of the paper's table beats PreNorm by 0.04 to 0.05 nats" in readme
     assert {f"{-difference['mean']:.2f}" for difference in ahead.values()} == {"0.04", "0.05"}
