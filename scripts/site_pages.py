@@ -27,9 +27,10 @@ def copies() -> dict[str, str]:
     found = {name: name.lower() for name in PAGES}
     found |= {f"examples/{f.name}": f"examples/{f.stem}.md" for f in ROOT.glob("examples/*.py")}
     found |= {f"benchmarks/results/{f.name}": f.name for f in ROOT.glob("benchmarks/results/*.png")}
-    for file in ROOT.glob("repro/*/*"):
+    for file in ROOT.glob("repro/**/*"):
         if file.suffix in (".md", ".png"):
-            found[file.relative_to(ROOT).as_posix()] = f"{file.parent.name}-{file.name}".lower()
+            name = "-".join(file.relative_to(ROOT / "repro").parts).lower()
+            found[file.relative_to(ROOT).as_posix()] = name
     return found
 
 
