@@ -195,10 +195,12 @@ def test_a_few_tokens_are_fast():
         assert us < plain[tokens, name, "compile", width]
         assert us <= 3 or name == "backward" or tokens > 16
     missed = {key: us for key, us in normed.items() if key[1] == "forward" and us > 3}
+    page = (ROOT / "docs/kernels.md").read_text()
+    assert bool(missed) == ("It is met, but for one width" in page)
     if missed:
         assert {key[3] for key in missed} == {1280}
         told = " and ".join(f"{us:.1f}" for us in missed.values())
-        assert f": {told} us at C = 1280." in (ROOT / "docs/kernels.md").read_text()
+        assert f": {told} us at C = 1280." in page
 
 
 def test_the_ratios_in_the_readme_are_those_of_the_file():
