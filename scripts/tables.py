@@ -97,7 +97,7 @@ WIDTHS = (768, 1024, 1280, 2048, 4096)
 PASSES = ("forward", "backward")
 MANY = 32768
 """Tokens of the op rows, but for those of a sweep."""
-BACKENDS = ("cuda", "triton", "paper", "compile", "torch", "liger-mhc")
+BACKENDS = ("cuda", "triton", "paper", "compile", "reference", "liger-mhc")
 SCALES = ("s", "m", "l", "wide")
 MODES = ("store", "recompute", "invert", "exact")
 

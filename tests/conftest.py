@@ -58,6 +58,15 @@ def browser():
         pytest.skip(f"The page was not opened: {missing}.")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=found, args=BROWSER_FLAGS)
+        new_context = opened.new_context
+
+        def patient(**options):
+            # On a busy machine a page takes longer than the half minute that is usual.
+            context = new_context(**options)
+            context.set_default_timeout(120_000)
+            return context
+
+        opened.new_context = patient
         yield opened
         opened.close()
 

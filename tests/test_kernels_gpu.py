@@ -6,6 +6,7 @@ import torch
 import multigate as mg
 from multigate.ops import depth_pool, gate_pool
 from multigate.ops.depth_pool import cuda as depth_pool_cuda
+from multigate.ops.depth_pool import reference as depth_reference
 from multigate.ops.gate_pool import cuda, reference
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,11 @@ def outcome(leaves, grads, competitive, norm, backend, dtype=None):
     leaves = [leaf.to(dtype or leaf.dtype).requires_grad_() for leaf in leaves]
     *inputs, gain = leaves
     variant = "competitive" if competitive else "independent"
-    outputs = gate_pool(*inputs, variant, gain if norm else None, backend=backend)
+    gain = gain if norm else None
+    if backend == "reference":
+        outputs = reference.gate_pool(*inputs, variant, gain, 1e-6)
+    else:
+        outputs = gate_pool(*inputs, variant, gain, backend=backend)
     leaves = leaves if norm else inputs
     found = torch.autograd.grad(
         outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
@@ -56,8 +61,8 @@ def error(found, exact):
 
 def check(tokens, n, width, competitive, norm, dtype, backend, kind="plain"):
     leaves, grads = problem(tokens, n, width, competitive, dtype, kind)
-    exact = outcome(leaves, grads, competitive, norm, "torch", torch.float64)
-    eager = outcome(leaves, grads, competitive, norm, "torch")
+    exact = outcome(leaves, grads, competitive, norm, "reference", torch.float64)
+    eager = outcome(leaves, grads, competitive, norm, "reference")
     fused = outcome(leaves, grads, competitive, norm, backend)
     for name, e, a, b in zip(NAMES, exact, eager, fused, strict=False):
         assert b.dtype == a.dtype
@@ -262,11 +267,14 @@ def check_pool(kernel, count, width, dtype, norm, scale):
     grad = torch.randn(1001, width, device="cuda").to(dtype)
     weights = (query, gain) if norm else (query,)
     results = []
-    for backend, inside in (("torch", torch.float64), ("torch", None), (kernel, None)):
+    for backend, inside in (("reference", torch.float64), ("reference", None), (kernel, None)):
         leaves = [t.to(inside or t.dtype).requires_grad_() for t in (*sources, *weights)]
         rows, (query, *gains) = leaves[:count], leaves[count:]
         given = gains[0] if norm else None
-        h = depth_pool(rows, query, scale=scale, norm_weight=given, backend=backend)
+        if backend == "reference":
+            h = depth_reference.depth_pool(rows, query, scale, given, 1e-6)
+        else:
+            h = depth_pool(rows, query, scale=scale, norm_weight=given, backend=backend)
         found = torch.autograd.grad(h, leaves, grad.to(h.dtype))
         stacked = torch.stack([g.double() for g in found[:count]])
         results.append([h.detach().double(), stacked, *(g.double() for g in found[count:])])

@@ -1,9 +1,11 @@
-"""The arithmetic every method shares: in which precision, and the weight-free RMSNorm score."""
+"""The arithmetic every method shares: precision, the weight-free RMSNorm score, weighted sums."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def wide(x: Tensor) -> Tensor:
@@ -25,6 +27,12 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(wide(x).square().mean(-1) + eps)
 
 
+def dot(x: Tensor, weight: Tensor) -> Tensor:
+    """weight . x over the last dimension."""
+    x = wide(x)
+    return (x * weight.to(x.dtype)).sum(-1)
+
+
 def score(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight . rms(x) over the last dimension, with rms(x) = x / sqrt(mean(x^2) + eps).
 
@@ -32,7 +40,21 @@ def score(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     copy of it.
     """
     x = wide(x)
-    return (x * weight.to(x.dtype)).sum(-1) * inverse_rms(x, eps)
+    return dot(x, weight) * inverse_rms(x, eps)
+
+
+def weighted_sum(rows: Sequence[Tensor], shares: Tensor) -> Tensor:
+    """sum_i shares_i row_i, of m rows [..., D] and shares [..., m], not yet rounded."""
+    shares = shares.to(wide(rows[0]).dtype)
+    total = shares[..., :1] * wide(rows[0])
+    for i, row in enumerate(rows[1:], start=1):
+        total = torch.addcmul(total, shares[..., i : i + 1], wide(row))
+    return total
+
+
+def normed(h: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm(h) * gain; h itself without a gain."""
+    return h if gain is None else F.rms_norm(h, h.shape[-1:], gain.to(h.dtype), eps)
 
 
 def autocast_is_on(device: str) -> bool:

@@ -116,12 +116,13 @@ def compiled_depth_pool(x: Inputs) -> Forward:
 def check_backend(backend: str, x: Inputs) -> None:
     """Refuse where the operation would fall back: a row names the kernel that has run."""
     device = x.rows[0].device
-    reason = why_not(backend, device.type, device.index, str(x.size.dtype))
+    words = (device.type, device.index, str(x.size.dtype))
+    reason = None if backend == "torch" else why_not(backend, *words)
     if reason is not None:
         raise Unsupported(f"{backend} {reason}.")
 
 
-def fused_gate_pool(backend: str) -> Callable[[Inputs], Forward]:
+def our_gate_pool(backend: str) -> Callable[[Inputs], Forward]:
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         y, streams = x.rows
         w_gate, w_pool, bias = x.weights
@@ -138,7 +139,7 @@ def fused_gate_pool(backend: str) -> Callable[[Inputs], Forward]:
     return prepare
 
 
-def fused_depth_pool(backend: str) -> Callable[[Inputs], Forward]:
+def our_depth_pool(backend: str) -> Callable[[Inputs], Forward]:
     def forward(x: Inputs) -> tuple[Tensor, ...]:
         h = depth_pool(x.rows, x.weights[0], norm_weight=x.norm_weight, eps=EPS, backend=backend)
         return (h,)
@@ -152,11 +153,13 @@ def fused_depth_pool(backend: str) -> Callable[[Inputs], Forward]:
     return prepare
 
 
-register(Arm("gate_pool", "torch", eager("gate_pool"), kernel=False))
+register(Arm("gate_pool", "reference", eager("gate_pool"), kernel=False))
+register(Arm("gate_pool", "torch", our_gate_pool("torch"), kernel=False))
 register(Arm("gate_pool", "compile", compiled_listing))
-register(Arm("gate_pool", "triton", fused_gate_pool("triton")))
-register(Arm("gate_pool", "cuda", fused_gate_pool("cuda")))
-register(Arm("depth_pool", "torch", eager("depth_pool"), kernel=False))
+register(Arm("gate_pool", "triton", our_gate_pool("triton")))
+register(Arm("gate_pool", "cuda", our_gate_pool("cuda")))
+register(Arm("depth_pool", "reference", eager("depth_pool"), kernel=False))
+register(Arm("depth_pool", "torch", our_depth_pool("torch"), kernel=False))
 register(Arm("depth_pool", "compile", compiled_depth_pool))
-register(Arm("depth_pool", "triton", fused_depth_pool("triton")))
-register(Arm("depth_pool", "cuda", fused_depth_pool("cuda")))
+register(Arm("depth_pool", "triton", our_depth_pool("triton")))
+register(Arm("depth_pool", "cuda", our_depth_pool("cuda")))

@@ -60,7 +60,7 @@ class BenchConfig:
     passes: tuple[str, ...] = PASSES
     """forward, backward."""
     backends: tuple[str, ...] = ()
-    """Such as torch, compile, paper, triton, cuda; none given takes all."""
+    """Such as reference, torch, compile, paper, triton, cuda; none given takes all."""
     streams: tuple[int, ...] = ()
     """Of gate_pool (2 4 8; 4 in the sweep), and of steps with such residuals (4 8)."""
     sources: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from multigate.ops.depth_pool.reference import weighted_sum
+from multigate.numerics import weighted_sum
 
 from .base import Residual, State, register_residual
 

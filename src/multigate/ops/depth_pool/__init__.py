@@ -6,8 +6,9 @@ from torch import Tensor
 
 from multigate.ops.backend import choose
 from multigate.ops.checks import check_tensors
+from multigate.ops.rows import by_hand
 
-from . import reference
+from . import eager, reference
 from .op import fused
 
 KERNELS = ("cuda", "triton")
@@ -28,7 +29,7 @@ def depth_pool(
 
     The values are the raw sources; only the keys are normalised, without a weight (a key gain is
     multiplied into `query` by the caller). With `norm_weight` [D] the result is RMSNorm(h) *
-    norm_weight. `backend`: "torch" is the reference, "triton" and "cuda" (up to 128 sources) are
+    norm_weight. `backend`: "torch" is plain PyTorch, "triton" and "cuda" (up to 128 sources) are
     fused kernels, "auto" takes one that can run; see `multigate.ops.backend`.
     """
     if not sources:
@@ -58,6 +59,8 @@ def depth_pool(
     dtype = dtypes.pop() if len(dtypes) == 1 else "sources of several dtypes"
     kernel = choose("depth_pool", KERNELS, backend, query.device.type, query.device.index, dtype)
     if kernel == "torch":
+        if by_hand():
+            return eager.Pool.apply(query, norm_weight, scale, eps, *sources)
         return reference.depth_pool(sources, query, scale, norm_weight, eps)
     h, _ = fused(list(sources), query, norm_weight, scale, eps, kernel)
     return h

@@ -8,8 +8,9 @@ from torch import Tensor
 from multigate.names import unknown
 from multigate.ops.backend import choose
 from multigate.ops.checks import check_tensors
+from multigate.ops.rows import by_hand
 
-from . import reference
+from . import eager, reference
 from .op import fused
 from .reference import VARIANTS
 from .saved import saved_numbers
@@ -42,7 +43,7 @@ def gate_pool(
     `norm_weight` [D] h comes back as RMSNorm(h) * norm_weight.
 
     The streams may also come as n tensors [..., D]; the new ones are always one tensor. `backend`:
-    "torch" is the reference, "triton" and "cuda" are one-pass kernels, "auto" takes the first of
+    "torch" is plain PyTorch, "triton" and "cuda" are one-pass kernels, "auto" takes the first of
     cuda, triton and torch that can run (on a CPU torch); see `multigate.ops.backend`.
     """
     packed = isinstance(streams, Tensor)
@@ -51,6 +52,8 @@ def gate_pool(
     kernel = kernel_for(y, given, backend)
     if kernel == "torch":
         whole = given[0] if packed else torch.stack(given, dim=-2)
+        if by_hand():
+            return eager.Step.apply(y, whole, w_gate, w_pool, bias, norm_weight, variant, eps)
         return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
     competitive = variant == "competitive"
     options = (competitive, eps, kernel, saved_numbers(len(bias) - competitive))

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from multigate.numerics import without_autocast
+from multigate.ops.rows import by_hand
 
-from . import cuda, exact, reference
+from . import cuda, eager, exact, reference
 from .codes import LISTED
 from .cuda import GROUP, Weights
 from .op import fused, fused_backward, fused_invert_backward, fused_keep, fused_replay
@@ -24,6 +25,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h, the new streams and `saved`, of streams [..., n, D]."""
     if kernel == "torch":
+        if by_hand():
+            h, new, measured = eager.step((y, streams, *weights), variant, eps)
+            return h, new, measured.beta.reshape(streams.shape[:-1])
         w_gate, w_pool, bias, norm_weight = weights
         return reference.step(y, streams, w_gate, w_pool, bias, variant, norm_weight, eps)
     numbers = saved_numbers(streams.shape[-2])
@@ -75,6 +79,10 @@ def backward(
             kernel,
         )
         return (*found, None)[:6]
+    if by_hand():
+        inputs = (y, streams, *weights)
+        _, new, measured = eager.step(inputs, variant, eps)
+        return eager.gradients(grad_h, grad_streams, inputs, new, measured, eps)
 
     def step(
         y: Tensor,

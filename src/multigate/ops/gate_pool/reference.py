@@ -6,7 +6,7 @@ Shapes: y [..., D], streams [..., n, D], beta and alpha [..., n].
 import torch
 from torch import Tensor
 
-from multigate.numerics import rounded, score, wide
+from multigate.numerics import normed, rounded, score, weighted_sum, wide
 
 VARIANTS = ("independent", "competitive")
 
@@ -17,15 +17,17 @@ def gate(streams: Tensor, weight: Tensor, bias: Tensor, variant: str, eps: float
     z_i = weight . rms(s_i) / sqrt(D) + b_i;  independent: beta_i = sigmoid(z_i);
     competitive: beta = softmax([b_0, z_1 .. z_n]) without its entry 0, the carry logit.
     """
-    return opened(score(streams, weight, eps) * streams.shape[-1] ** -0.5, bias, variant)
+    z = score(streams, weight, eps) * streams.shape[-1] ** -0.5
+    return opened(z, bias, variant)[..., -streams.shape[-2] :]
 
 
 def opened(z: Tensor, bias: Tensor, variant: str) -> Tensor:
-    """beta from the scores of the streams, to which the bias is still to be added."""
+    """beta from the scores of the streams, to which the bias is still to be added; before it the
+    competitive gate's carry."""
     if variant == "independent":
         return (z + bias.to(z.dtype)).sigmoid()
     carry = torch.zeros_like(z[..., :1])
-    return (torch.cat([carry, z], dim=-1) + bias.to(z.dtype)).softmax(dim=-1)[..., 1:]
+    return (torch.cat([carry, z], dim=-1) + bias.to(z.dtype)).softmax(dim=-1)
 
 
 def lerp(y: Tensor, streams: Tensor, beta: Tensor) -> Tensor:
@@ -58,10 +60,8 @@ def pool(
     """h = sum_i alpha_i s_i (then RMSNorm(h) * norm_weight if one is given), and alpha."""
     streams = wide(streams)
     alpha = pool_weights(streams, weight, eps)
-    h = (alpha.unsqueeze(-1) * streams).sum(-2)
-    if norm_weight is not None:
-        h = torch.nn.functional.rms_norm(h, h.shape[-1:], norm_weight.to(h.dtype), eps)
-    return h, alpha
+    h = weighted_sum(streams.unbind(-2), alpha)
+    return normed(h, norm_weight, eps), alpha
 
 
 def step(
