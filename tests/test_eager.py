@@ -156,10 +156,24 @@ def test_streams_that_lie_apart_and_gradients_that_are_expanded():
     assert_same(*found)
 
 
+def test_sources_that_lie_apart_and_gradients_that_are_expanded():
+    query, *sources = (t.detach() for t in depth_leaves((5, 3), 4, 8, False))
+    sources = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in sources]
+    leaves = [t.requires_grad_() for t in (query, *sources)]
+    found = [
+        torch.autograd.grad(function(False, *leaves)[0].sum(), leaves)
+        for function in (pooled, pooled_by_reference)
+    ]
+    assert_same(*found)
+
+
 def test_no_tokens_at_all():
     leaves = gate_leaves((0,), 3, 8, "competitive", True)
     expected = outcome(partial(by_reference, "competitive"), leaves)
     assert_same(outcome(partial(ours, "competitive"), leaves), expected)
+    leaves = depth_leaves((2, 0), 3, 8, True)
+    expected = outcome(partial(pooled_by_reference, True), leaves)
+    assert_same(outcome(partial(pooled, True), leaves), expected)
 
 
 @VARIANTS

@@ -152,12 +152,13 @@ def test_eight_streams_cost_at_scale_s_what_was_measured():
     }
 
 
-def test_kernels_keep_less_than_the_reference():
+def test_kernels_keep_less_than_plain_pytorch():
+    """Which keeps h before its norm in float32, and goes through float32 streams."""
     config = tiny(residual=MGR)
-    kernel, reference = (
+    kernel, eager = (
         estimate(config, OPTIM, Step(4, 1, "bf16", k))["residual"] for k in ("cuda", "torch")
     )
-    assert kernel < reference / 2
+    assert kernel < 0.6 * eager
 
 
 def test_recomputed_sublayers_keep_their_inputs_alone():

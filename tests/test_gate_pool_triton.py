@@ -185,7 +185,9 @@ def test_magnitudes(stream_size, y_size):
     problem = Problem(4, 40, 9)
     problem.y = (problem.y * y_size).float().double()
     problem.streams = (problem.streams * stream_size).float().double()
-    check(problem, problem.kernel()[0], slack=2e-6)
+    # Next to a large y the new streams are parallel to it: what flows through their norms cancels.
+    floor = 1.0 if y_size > stream_size else 0.0
+    check(problem, problem.kernel()[0], slack=2e-6, floor=floor)
 
 
 def test_equal_streams():

@@ -65,7 +65,8 @@ GATED = {"streams": 2, "blocks": 4}
 @pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
 def test_memory_modes_train_alike(memory, data, tmp_path):
     """To the bit where the streams come back exactly, also with checkpointed sublayers."""
-    settings = {"steps": 6, "micro_batch": 2}
+    # After six steps inversion is not seen yet in the last bit of a loss.
+    settings = {"steps": 12, "micro_batch": 2}
     kept = losses(small(data, tmp_path / "store", GATED, **settings))
     for again in (False, True):
         config = small(

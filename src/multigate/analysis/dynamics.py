@@ -71,7 +71,13 @@ class HiddenGradients:
     def see(self, step: Step) -> None:
         if step.hidden.requires_grad:
             squares = self._squares[step.i + 1]
-            step.hidden.register_hook(lambda g: squares.add(exact(g).square().mean(-1).flatten()))
+
+            def add(g: Tensor | None) -> None:
+                # None: nothing has read h, but something the streams that it was made with.
+                if g is not None:
+                    squares.add(exact(g).square().mean(-1).flatten())
+
+            step.hidden.register_hook(add)
 
     def result(self) -> Arrays:
         # A hidden state that nothing reads, before a skipped sublayer, has no gradient: zero.

@@ -47,7 +47,9 @@ def scored_backward(
     dx = dz (scale * root * weight - z * root^2 / D * x)
     """
     width = x.shape[-1]
-    dx = torch.mul(x, (dz * z * root.square() / -width).unsqueeze(-1), out=out)
+    # Packed, whatever the strides of x.
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    torch.mul(x, (dz * z * root.square() / -width).unsqueeze(-1), out=dx)
     dx.view(-1, width).addr_((dz * root * scale).reshape(-1), weight)
     return dx
 
