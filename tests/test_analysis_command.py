@@ -266,8 +266,15 @@ def test_the_command_line(every, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["analyze", "report"])
 def test_nothing_to_look_at(command, tmp_path, capsys):
+    """An older report stays, and no folder is made."""
     (tmp_path / "empty").mkdir()
-    assert main([command, str(tmp_path / "gone"), str(tmp_path / "empty")]) == 1
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "report.html").write_text("before")
+    for name in ("old", "new"):
+        runs = [str(tmp_path / "gone"), str(tmp_path / "empty")]
+        assert main([command, *runs, "--out", str(tmp_path / name)]) == 1
+    assert (tmp_path / "old" / "report.html").read_text() == "before"
+    assert not (tmp_path / "new").exists()
     said = capsys.readouterr().err
     assert "gone does not exist" in said
     assert "empty is no run" in said

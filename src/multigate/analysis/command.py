@@ -88,8 +88,8 @@ def analyze(
     `command` is what the page says to type for the same; None makes it from `config`.
     """
     console = console or Console()
-    make_room(config.out)
     subjects, problems = find(config.runs)
+    make_room(config.out)
     compute = choose(config.device, config.precision)
     text = Text(config.data, config.split, config.samples, config.prune_samples)
     for subject in subjects:
@@ -117,8 +117,8 @@ def analyze(
 
 def report(config: ReportConfig, console: Console | None = None) -> Made:
     """The report of training alone."""
-    make_room(config.out)
     subjects, problems = find(config.runs)
+    make_room(config.out)
     problems += [problem for s in subjects for problem in s.log.problems]
     subtitle = [command_line("report", config)]
     path = publish(config, subtitle, subjects, [], problems, console or Console())

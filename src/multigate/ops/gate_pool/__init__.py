@@ -56,7 +56,8 @@ def gate_pool(
             return eager.Step.apply(y, whole, w_gate, w_pool, bias, norm_weight, variant, eps)
         return reference.gate_pool(y, whole, w_gate, w_pool, bias, variant, norm_weight, eps)
     competitive = variant == "competitive"
-    options = (competitive, eps, kernel, saved_numbers(len(bias) - competitive))
+    # int: torch 2.11 cannot take a boolean from a size that is left open.
+    options = (competitive, eps, kernel, saved_numbers(len(bias) - int(competitive)))
     h, new, _ = fused(y, given, w_gate, w_pool, bias, norm_weight, *options)
     return h, new
 
