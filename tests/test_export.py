@@ -26,6 +26,7 @@ from multigate.data.ranks import RanksTokenizer
 from multigate.data.tokenizer import ByteTokenizer, Tokenizer, make_tokenizer
 from multigate.evaluate import load_model
 from multigate.log import read_log
+from plain import by_autograd
 from runs import document, losses, prepared, run, small
 
 hf = pytest.importorskip("transformers", reason="multigate.hf needs the package transformers")
@@ -295,11 +296,9 @@ def code_cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize("residual", mg.residual_names())
-def test_the_code_of_the_folder_computes_the_same(residual, tmp_path, code_cache, monkeypatch):
+def test_the_code_of_the_folder_computes_the_same(residual, tmp_path, code_cache):
     """The code that travels, run in this process: logits and gradients to the bit, where ours are
     autograd's as its are."""
-    for op in ("gate_pool", "depth_pool"):
-        monkeypatch.setattr(sys.modules[f"multigate.ops.{op}"], "by_hand", lambda: False)
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "blocks": 2, "width": 16, "heads": 2, "context": 32}
     ours = from_gpt(mg.GPT(mg.GPTConfig(**sizes, residual=residual, attention="moda-ffn")))
@@ -318,8 +317,9 @@ def test_the_code_of_the_folder_computes_the_same(residual, tmp_path, code_cache
         k.startswith("multigate.") for k in (type(m).__module__ for m in theirs.modules())
     )
     ids = tokens()
-    for model in (ours, theirs):
-        model.train()(ids, labels=ids).loss.backward()
+    with by_autograd():
+        for model in (ours, theirs):
+            model.train()(ids, labels=ids).loss.backward()
     assert torch.equal(theirs(ids).logits, ours(ids).logits)
     for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)

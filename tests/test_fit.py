@@ -15,6 +15,7 @@ from multigate.live import Live
 from multigate.ops import backend
 from multigate.optim import build_optimizer
 from multigate.residuals.memory import MODES
+from plain import by_autograd
 from runs import prepared, quiet, small
 
 OPTIM = resolve("tiny").optim
@@ -152,13 +153,15 @@ def test_eight_streams_cost_at_scale_s_what_was_measured():
     }
 
 
-def test_kernels_keep_less_than_plain_pytorch():
-    """Which keeps h before its norm in float32, and goes through float32 streams."""
+def test_kernels_keep_less_than_plain_pytorch_and_that_less_than_autograd():
     config = tiny(residual=MGR)
     kernel, eager = (
         estimate(config, OPTIM, Step(4, 1, "bf16", k))["residual"] for k in ("cuda", "torch")
     )
+    with by_autograd():
+        reference = estimate(config, OPTIM, Step(4, 1, "bf16", "torch"))["residual"]
     assert kernel < 0.6 * eager
+    assert eager < reference / 2
 
 
 def test_recomputed_sublayers_keep_their_inputs_alone():

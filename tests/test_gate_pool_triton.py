@@ -95,13 +95,13 @@ class Problem:
         return [h, new, *(x for x in grads if x is not None)], saved
 
 
-def check(problem, got, slack=1e-6, floor=0.0):
+def check(problem, got, slack=1e-6, floor=0.0, cancelling=NAMES):
     """At most 1.1 times the error of the eager reference, in norm.
 
     `slack`: both are at the level of float32's rounding, where the order of a sum decides which is
     nearer. It is a share of the result, or of what the result would be with a bias of zero (a gate
     that is shut or wide open makes gradients which are differences of numbers of that size), or of
-    `floor`, the size of what cancels.
+    `floor`, the size of what cancels in those that are `cancelling`.
     """
     exact, eager = problem.exact(), problem.eager()
     plain = problem.exact(bias=torch.zeros_like(problem.bias))
@@ -109,7 +109,7 @@ def check(problem, got, slack=1e-6, floor=0.0):
     for name, a, w, e, p in zip(NAMES, got, exact, eager, plain, strict=False):
         assert a.shape == w.shape, name
         assert torch.isfinite(a).all(), name
-        size = max(w.norm().item(), p.norm().item(), floor)
+        size = max(w.norm().item(), p.norm().item(), floor if name in cancelling else 0.0)
         error, allowed = (a.double() - w).norm().item(), 1.1 * (e.double() - w).norm().item()
         assert error <= allowed + slack * size, (name, error, allowed, size)
 
@@ -185,9 +185,9 @@ def test_magnitudes(stream_size, y_size):
     problem = Problem(4, 40, 9)
     problem.y = (problem.y * y_size).float().double()
     problem.streams = (problem.streams * stream_size).float().double()
-    # Next to a large y the new streams are parallel to it: what flows through their norms cancels.
-    floor = 1.0 if y_size > stream_size else 0.0
-    check(problem, problem.kernel()[0], slack=2e-6, floor=floor)
+    # Next to a large y the new streams are parallel to it, and the gradient of w_pool cancels.
+    floor = 0.05 if y_size > stream_size else 0.0
+    check(problem, problem.kernel()[0], slack=2e-6, floor=floor, cancelling=("dw_pool",))
 
 
 def test_equal_streams():
