@@ -2,16 +2,16 @@
 
     python benchmarks/memory_modes.py RUN [RUN ...] --out benchmarks/results
 
-RUN is the folder of a trained run, each of another depth or number of streams. For each: the
-gradients of every parameter in each mode against `store`, on held-out text; how far the inverted
-streams drift from the true ones, step by step from the last to the first; and how the gate values
-are distributed, on which inversion rests. Prints a table, writes memory_modes.json and
-memory_modes.png.
+RUN is the folder of a trained run. For each: the gradients of every parameter in each mode against
+`store`, on held-out text; how far the inverted streams drift from the true ones, step by step from
+the last to the first; and how the gate values are distributed, on which inversion rests. Prints a
+table, writes memory_modes.json and memory_modes.png.
 """
 
 import argparse
 import json
 import os
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +141,7 @@ def draw(studies, path):
             shown = [error or np.nan for error in errors]
             above.semilogy(range(len(errors)), shown, label=scheme)
         above.set(xlabel="steps back from the last")
-        above.set_title(name, fontsize="medium")
+        above.set_title(textwrap.fill(name, 24), fontsize="medium")
         gate = study["gate"]
         below.stairs(gate["histogram"], gate["edges"], fill=True)
         below.set_yscale("log")
@@ -173,6 +173,8 @@ def main():
         tokens = torch.from_numpy(rows.astype(np.int64)).to(compute.device)
         residual = model.stack.residual
         name = f"{residual.depth} sublayers, {residual.streams} streams"
+        if name in studies:
+            name += f", {run.name}"
         studies[name] = inversion_study(model, tokens, compute.autocast)
         studies[name]["gradients"] = gradient_study(model, tokens, compute.autocast)
         for mode, found in studies[name]["gradients"].items():

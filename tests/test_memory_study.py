@@ -33,10 +33,15 @@ def study(data, tmp_path_factory):
     )
     train(config)
     script = ROOT / "benchmarks/memory_modes.py"
-    command = [sys.executable, str(script), str(out / "run"), "--device", "cpu", "--out", str(out)]
+    # Twice the same: of equal shapes each is kept.
+    runs = [str(out / "run")] * 2
+    command = [sys.executable, str(script), *runs, "--device", "cpu", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads((out / "memory_modes.json").read_text()).values()
+    studies = json.loads((out / "memory_modes.json").read_text())
+    assert list(studies) == ["6 sublayers, 4 streams", "6 sublayers, 4 streams, run"]
+    found, again = studies.values()
+    assert found == again
     assert (out / "memory_modes.png").stat().st_size > 10_000
     return found, done.stdout
 
