@@ -77,6 +77,27 @@ def pairs() -> str:
     return table(head, lines, words=2)
 
 
+def ablation(title: str) -> str:
+    """A table of the ablations: each row with what it is compared with."""
+    (group,) = (g for g in kept("repro/mini/ablations.json")["groups"] if g["title"] == title)
+    head = ("model", "seeds", "val", "test", "test difference", "compared with", "pooled")
+    lines = []
+    for row in (row for row in group["rows"] if row["seeds"]):
+        apart = row["differences"].get("test")
+        lines.append(
+            (
+                row["label"],
+                str(len(row["seeds"])),
+                spread(row["losses"]["val"]),
+                spread(row["losses"]["test"]),
+                difference(apart),
+                row["against"] or NOTHING,
+                apart["pooled_verdict"] if apart else NOTHING,
+            )
+        )
+    return table(head, lines)
+
+
 def short() -> str:
     """For the README: what a stranger wants to know first."""
     head = ("model", "seeds", "val loss", "test loss", "test - PreNorm")
@@ -220,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaled": lambda: losses(1),
     "related": lambda: losses(2),
     "pairs": pairs,
+    "bias": lambda: ablation("Initial gate bias"),
     "short": short,
     "ours": ours,
     "others4": lambda: others(4),

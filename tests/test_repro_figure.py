@@ -4,9 +4,11 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from multigate.repro.figure import apart, draw, mean_curve
+from multigate.repro.cells import Cell
+from multigate.repro.figure import apart, draw, draw_differences, mean_curve
 from multigate.repro.kept import Kept
-from multigate.repro.results import Finished
+from multigate.repro.results import Finished, group, shown_runs
+from multigate.repro.studies import Group
 
 # The test losses of each seed.
 CELLS = {
@@ -69,7 +71,51 @@ def test_where_the_rows_end(drawn, tmp_path):
 def test_nothing_to_draw(drawn, tmp_path):
     rows = [{"cell": "missing", "label": "Missing"}]
     assert not draw(rows, Finished({}, 1.0), "test", tmp_path / "a.png", "A study")
+    alone = {"cell": "base", "label": "Base", "against": "PreNorm", "differences": {"test": {}}}
+    groups = [{"title": "One", "rows": [alone]}]
+    assert not draw_differences(groups, "test", tmp_path / "a.png", "A study")
     assert not drawn
+
+
+BASE = Cell("base", "Base", "prenorm")
+MORE, LESS = (Cell(f"base-{word}", f"Base, {word}", "prenorm", {}, "base") for word in "ab")
+OTHER = Cell("other", "Other", "highway", {}, "elsewhere")
+CELL = {cell.key: cell for cell in (BASE, MORE, LESS, OTHER)}
+
+
+def tables(kept_runs, asked):
+    """Two tables of these cells, of which LESS is in both."""
+    found = Finished(kept_runs, 1.0, cells=CELL)
+    groups = (Group("One", [BASE, MORE, LESS]), Group("Two", [BASE, LESS, OTHER]))
+    return [group(of, False, CELL, found, asked, "mini") for of in groups], found
+
+
+def test_a_row_is_shown_with_the_one_it_is_compared_with():
+    """If that has run; nobody need have asked for it here."""
+    runs = {name: kept(0, 3.0) for name in ("base-seed0", "base-seed7", "base-a-seed0")}
+    made, found = tables(runs, ["base-a-seed0"])
+    assert [[row["cell"] for row in table["rows"]] for table in made] == [["base", "base-a"], []]
+    assert list(shown_runs(made, found)) == ["base-seed0", "base-a-seed0"]
+    made, found = tables({"base-a-seed0": runs["base-a-seed0"]}, ["base-a-seed0"])
+    assert [row["cell"] for row in made[0]["rows"]] == ["base-a"]
+    asked = ["base-a-seed0", "base-seed0"]
+    assert [row["cell"] for row in tables(runs, asked)[0][1]["rows"]] == ["base"]
+
+
+def test_where_the_rows_of_all_tables_end(drawn, tmp_path):
+    """Each less the one it is compared with, once; its table's title is above, in bold."""
+    losses = {"base": 3.0, "base-a": 3.02, "base-b": 2.97, "other": 2.9}
+    runs = {f"{cell}-seed0": kept(0, loss) for cell, loss in losses.items()}
+    made, _ = tables(runs, list(runs))
+    assert draw_differences(made, "test", tmp_path / "a.png", "A study")
+    (figure,) = drawn
+    (panel,) = figure.axes
+    labels = panel.get_yticklabels()
+    assert [label.get_text() for label in labels] == ["One", "Base, a", "Base, b"]
+    assert [label.get_fontweight() for label in labels] == ["bold", "normal", "normal"]
+    dots = [line.get_xydata().round(6).tolist() for line in panel.get_lines()]
+    assert [[0.02, 1]] in dots
+    assert [[-0.03, 2]] in dots
 
 
 def test_the_curves_are_means_over_seeds():

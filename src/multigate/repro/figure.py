@@ -1,6 +1,6 @@
-"""The losses of a study's first table: curves, and how far each row ends from the first one."""
+"""The figure of a study: the curves of its first table, or where the rows of all tables end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ Curve = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 SMOOTH = 5
 """Kept steps that a point of the training curve is the mean of, where there are enough."""
 ENOUGH = 20
+BARS = "dots: seeds; bars: 95%, its own thin, pooled thick"
 
 
 def draw(
@@ -38,7 +39,7 @@ def draw(
         panels[0].plot(*mean_curve(list(runs.values()), "train", SMOOTH), **style)
         panels[1].plot(*apart(runs, found.of(first)), marker=".", **style)
         if cell != first and (difference := found.differences(cell, first).get(split)):
-            interval(panels[2], k, difference)
+            interval(panels[2], k, f"C{k % 10}", difference)
     titles = ("training loss", f"val loss - {name}", f"{split} loss - {name}, at the end")
     for panel, text in zip(panels, titles, strict=True):
         panel.set_title(text, fontsize=10)
@@ -48,10 +49,61 @@ def draw(
     panels[0].set_ylabel("nats a token")
     zoom(panels[0])
     name_rows(panels[2], list(cells.values()))
+    save(figure, path, title)
+    return True
+
+
+def draw_differences(
+    groups: Iterable[Mapping[str, Any]], split: str, path: Path, title: str
+) -> bool:
+    """Of every row, how far it ends from the one it is compared with, table by table."""
+    tables = list(compared(groups, split))
+    if not tables:
+        return False
+    figures = optional("matplotlib.figure", "plot", "the figure of the losses")
+    names = [name for of, rows in tables for name in (of, *(row["label"] for row in rows))]
+    figure = figures.Figure(figsize=(9, 1.2 + 0.24 * len(names)), layout="constrained")
+    panel = figure.subplots()
+    place, headings = 0, []
+    for k, (_, rows) in enumerate(tables):
+        headings.append(place)
+        for row in rows:
+            place += 1
+            interval(panel, place, f"C{k % 10}", row["differences"][split])
+        place += 1
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.tick_params(axis="y", length=0)
+    for heading in headings:
+        panel.get_yticklabels()[heading].set_fontweight("bold")
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_xlabel(f"{split} loss less that of what it is compared with; {BARS}", fontsize=9)
+    panel.grid(axis="x", alpha=0.3)
+    save(figure, path, title)
+    return True
+
+
+def compared(
+    groups: Iterable[Mapping[str, Any]], split: str
+) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """The rows whose other row is in the same table, each in the first table that it is in."""
+    drawn = set[str]()
+    for group in groups:
+        there = {row["label"] for row in group["rows"]}
+        rows = [
+            row
+            for row in group["rows"]
+            if row["cell"] not in drawn and row["against"] in there and split in row["differences"]
+        ]
+        drawn |= {row["cell"] for row in rows}
+        if rows:
+            yield group["title"], rows
+
+
+def save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     # Without the version of matplotlib: the same logs make the same file.
     figure.savefig(path, dpi=120, metadata={"Software": None})
-    return True
 
 
 def apart(runs: Mapping[int, Kept], others: Mapping[int, Kept]) -> Curve:
@@ -74,12 +126,12 @@ def name_rows(panel: Any, labels: Sequence[str]) -> None:
     for k, label in enumerate(panel.get_yticklabels()):
         label.set_color(f"C{k % 10}")
     panel.set_ylim(len(labels) - 0.5, -0.5)
-    panel.set_xlabel("dots: seeds; bars: 95%, its own thin, pooled thick")
+    panel.set_xlabel(BARS)
 
 
-def interval(panel: Any, place: int, difference: Mapping[str, Any]) -> None:
+def interval(panel: Any, place: int, color: str, difference: Mapping[str, Any]) -> None:
     """A difference: its seeds as dots, its mean as a line, its two intervals as bars."""
-    mean, color = difference["mean"], f"C{place % 10}"
+    mean = difference["mean"]
     faint = {"color": color, "alpha": 0.35, "solid_capstyle": "butt"}
     for half, width in ((difference["half"], 2), (difference["pooled"], 8)):
         if half is not None:

@@ -1,6 +1,6 @@
 """The numbers of a study, from what is kept of its runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,13 +30,16 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
     cells = study.cells()
     found = Finished(kept, factor, read_speeds(out), cells)
     asked = settings.studies[name]
-    runs = {run: kept[run] for run in asked if run in kept}
-    finished = {run: k for run, k in runs.items() if k.finished}
 
     def table(of: Group) -> dict[str, Any]:
         # The first table is where the better of two stands for both; elsewhere both are shown.
         return group(of, of is study.groups[0], cells, found, asked, settings.config["scale"])
 
+    groups = [g for g in map(table, study.groups) if g["rows"]]
+    runs = {
+        run: kept[run] for run in dict.fromkeys([*asked, *shown_runs(groups, found)]) if run in kept
+    }
+    finished = {run: k for run, k in runs.items() if k.finished}
     return {
         "study": name,
         "title": study.title,
@@ -44,7 +47,7 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
         "config": dict(settings.config),
         "data": dict(settings.data),
         "learning_rate": learning_rate(settings, kept),
-        "groups": [g for g in map(table, study.groups) if g["rows"]],
+        "groups": groups,
         "pairs": pairs(study, cells, found, settings.config["scale"]),
         "noise": {name: plain(n) for name, n in found.noise.items() if n is not None},
         "runs": {run: measured(k) for run, k in finished.items()},
@@ -110,15 +113,23 @@ def group(
     asked: Iterable[str],
     scale: str,
 ) -> dict[str, Any]:
-    """The rows that were ever asked for."""
+    """The rows that were ever asked for, and those they are compared with, if these have run."""
     wanted = {split_name(name)[0] for name in asked}
+    beside = {cell.against for cell in of.cells if cell.key in wanted and found.of(cell.against)}
     chosen = [
         (cell, cells[found.best(cell)] if choose else cell)
         for cell in of.cells
-        if cell.key in wanted
+        if cell.key in wanted | beside
     ]
     rows = [row(cell, shown, cells, found, scale) for cell, shown in chosen]
     return {"title": of.title, "about": of.about, "rows": rows}
+
+
+def shown_runs(groups: Iterable[Mapping[str, Any]], found: Finished) -> Iterator[str]:
+    """The names of the runs that the rows of these tables are made from."""
+    for table in groups:
+        for row in table["rows"]:
+            yield from (run_name(row["cell"], seed, found.factor) for seed in row["seeds"])
 
 
 def row(

@@ -57,6 +57,8 @@ class Study:
     learning_rates: Sequence[float] = (1.0,)
     pairs: Sequence[tuple[Cell, Cell]] = ()
     """Cells that are also compared with each other."""
+    curves: bool = True
+    """Whether its figure has the curves of its first table; else the differences of all tables."""
     analyze: bool = False
     """Whether `multigate analyze` looks into each of its runs."""
 
@@ -158,6 +160,7 @@ def ablations(scale: str) -> Study:
             Group("Streams in float32", [PRENORM, FULL, competitive, *floats]),
             Group("Memory mode", [competitive, *modes]),
         ],
+        curves=False,
         learning_rates=LEARNING_RATES if scale in ("tiny", "mini") else (1.0,),
     )
 

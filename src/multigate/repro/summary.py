@@ -8,7 +8,7 @@ from typing import Any
 from multigate.analysis.chart import Chart
 from multigate.data.writer import write_whole
 
-from .figure import draw
+from .figure import draw, draw_differences
 from .kept import read_all
 from .look import FIGURES, Numbers, charts, draw_all, kept_numbers, measure
 from .plan import run_name, split_name
@@ -44,13 +44,17 @@ def drawings(out: Path, settings: Settings, study: Study, found: dict[str, Any])
     """Draw the figures of a study, and note in `found` those that its page shows."""
     finished = Finished(read_all(out), settings.lr_factor or 1.0, cells=study.cells())
     title = f"{study.title}, {settings.config['scale']}"
-    rows = found["groups"][0]["rows"] if found["groups"] else []
     path = (out / study.page).with_suffix(".png")
-    written = [path] if draw(rows, finished, decisive(found), path, title) else []
+    if study.curves:
+        rows = found["groups"][0]["rows"] if found["groups"] else []
+        drawn = draw(rows, finished, decisive(found), path, title)
+    else:
+        drawn = draw_differences(found["groups"], decisive(found), path, title)
+    written = [path] if drawn else []
     if study.analyze:
-        drawn = charts(first_seed(looked_into(out, settings, found["runs"]), study))
-        written += draw_all(drawn, out / FIGURES)
-        found["figures"] = [shown(file, chart) for file, chart in drawn.items()]
+        inside = charts(first_seed(looked_into(out, settings, found["runs"]), study))
+        written += draw_all(inside, out / FIGURES)
+        found["figures"] = [shown(file, chart) for file, chart in inside.items()]
     return written
 
 
