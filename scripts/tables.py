@@ -78,24 +78,17 @@ def pairs() -> str:
 
 
 def ablation(title: str) -> str:
-    """A table of the ablations: each row with what it is compared with."""
+    """A table of the ablations; its rows are compared with others of the same table."""
     (group,) = (g for g in kept("repro/mini/ablations.json")["groups"] if g["title"] == title)
-    head = ("model", "seeds", "val", "test", "test difference", "compared with", "pooled")
+    rows = [row for row in group["rows"] if row["seeds"]]
+    there = {row["label"] for row in rows}
     lines = []
-    for row in (row for row in group["rows"] if row["seeds"]):
-        apart = row["differences"].get("test")
-        lines.append(
-            (
-                row["label"],
-                str(len(row["seeds"])),
-                spread(row["losses"]["val"]),
-                spread(row["losses"]["test"]),
-                difference(apart),
-                row["against"] or NOTHING,
-                apart["pooled_verdict"] if apart else NOTHING,
-            )
-        )
-    return table(head, lines)
+    for row in rows:
+        apart = row["differences"].get("test") if row["against"] in there else None
+        score = [spread(row["losses"][split]) for split in ("val", "test")]
+        verdict = apart["pooled_verdict"] if apart else NOTHING
+        lines.append((row["label"], str(len(row["seeds"])), *score, difference(apart), verdict))
+    return table(("model", "seeds", "val", "test", "test difference", "pooled"), lines)
 
 
 def short() -> str:
