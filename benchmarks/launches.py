@@ -1,11 +1,12 @@
-"""Which launch of gate_pool's kernels is the fastest on this GPU.
+"""Which launch of the kernels of gate_pool or depth_pool is the fastest on this GPU.
 
     python benchmarks/launches.py --backend triton --streams 4 8 --widths 768 1024 --best 5
+    python benchmarks/launches.py --case depth_pool --backend cuda --streams 9 25 --passes backward
 
 Triton: warps, tokens a program, registers, one program for every block of tokens or a few that
-stay, and tokens kept on the chip or read twice. CUDA: teams of fewer or more warps, forward
-without a ring, backward with one of fewer or more tokens. Prints the fastest beside the one that
-is used. The kernels are compiled on all cores.
+stay, and tokens kept on the chip or read twice; of depth_pool, how many sources at a time. CUDA:
+teams of fewer or more warps, and a ring of fewer or more tokens; gate_pool forward has none. Prints
+the fastest beside the one that is used. The kernels are compiled on all cores.
 """
 
 import argparse
@@ -17,12 +18,22 @@ from itertools import product
 
 import torch
 
-from multigate.bench.cases import CASES, EPS, Size, gate_inputs
+from multigate.bench.cases import CASES, EPS, Size
 from multigate.bench.timing import copy_gb_s, measure, own_stream, sets_needed
 from multigate.ops.cuda import SHARED, Plan
+from multigate.ops.depth_pool import cuda as depth_cuda
+from multigate.ops.depth_pool import many
+from multigate.ops.depth_pool import triton as depth_triton
+from multigate.ops.depth_pool.plan import MOST_HELD as MOST_SOURCES
+from multigate.ops.depth_pool.plan import Plan as DepthLaunch
 from multigate.ops.gate_pool import cuda, plan, triton
 
-KERNELS = {"triton": triton, "cuda": cuda}
+KERNELS = {
+    ("gate_pool", "triton"): triton,
+    ("gate_pool", "cuda"): cuda,
+    ("depth_pool", "triton"): depth_triton,
+    ("depth_pool", "cuda"): depth_cuda,
+}
 SHAPES = ((1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (8, 1))
 """Warps of a program, and its tokens."""
 REGISTERS = (None, 128, 80)
@@ -34,6 +45,8 @@ SLABS, TEAMS, ROOM = (1, 2, 3, 4), (1, 2, 4), (56, 64, 72, 80, 96, 128, 168)
 """Chunks of a row a thread, tokens a block, and registers of a thread."""
 AHEAD, MOST_WARPS = (1, 2, 3, 4), 24
 """Tokens in the ring of a team, and warps of a block."""
+GROUPS, RESIDENT = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8, 12)
+"""Of depth_pool by Triton: sources at a time, and programs a multiprocessor."""
 FEW = 64
 """Tokens of the call that compiles."""
 
@@ -72,10 +85,9 @@ def ringless_cuts(n, width):
             yield Plan(warps, teams, 0, False, room)
 
 
-def ringed_cuts(n, width):
-    """Of the backward pass, with both gradients given."""
-    what = plan.problem(n, width, 2, *[torch.empty(0)] * 2)
-    for warps, slabs in sizes(width):
+def ringed_cuts(what):
+    """Of a kernel whose teams walk over their tokens."""
+    for warps, slabs in sizes(what.width):
         for teams, ahead in product(range(1, MOST_WARPS // warps + 1), AHEAD):
             taken = what.static_bytes(warps, teams)
             # Weights stay in registers only where a thread has one chunk of them.
@@ -85,23 +97,72 @@ def ringed_cuts(n, width):
                     yield cut
 
 
-def candidates(backend, passed, n, width):
-    """The launch in use first, which is None."""
+def grouped_cuts(what):
+    """Of depth_pool's kernels for many sources, which have a group of them in a slot."""
+    token = what.groups
+    rings = (*range(token, 2 * token), *(ahead * token for ahead in AHEAD[1:]))
+    for warps, slabs in sizes(what.width):
+        for teams, slots in product(range(1, MOST_WARPS // warps + 1), rings):
+            cut = Plan(warps, teams, slots, slabs == 1)
+            if teams < 16 and what.dynamic_bytes(cut) <= SHARED - many.STATIC:
+                yield cut
+
+
+def depth_triton_launches(passed, count, width):
+    for warps, block in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (8, 1)):
+        lanes = 32 * warps
+        if 8 * lanes > 2 * width:
+            continue
+        section = min(1 << (width - 1).bit_length(), 8 * lanes)
+        held_numbers = -(-width // section) * section // lanes
+        ways = [(group, False) for group in GROUPS if group < count]
+        ways = [way for way in ways if 2 * way[0] * held_numbers <= MOST_HELD]
+        if count <= MOST_SOURCES and count * held_numbers <= MOST_HELD:
+            ways.append((count, True))
+        residents = RESIDENT if passed == "backward" else (1,)
+        for (group, held), programs in product(ways, residents):
+            if programs * block * warps <= 48:
+                yield DepthLaunch(section, block, block * warps, group, held, programs)
+
+
+def gate_launches(backend, passed, n, width):
     if backend == "triton":
-        return [None, *triton_launches(passed, n, width)]
-    return [None, *(ringless_cuts if passed == "forward" else ringed_cuts)(n, width)]
+        return triton_launches(passed, n, width)
+    if passed == "forward":
+        return ringless_cuts(n, width)
+    # With both gradients given.
+    return ringed_cuts(plan.problem(n, width, 2, *[torch.empty(0)] * 2))
+
+
+def depth_launches(backend, passed, count, width):
+    if backend == "triton":
+        return depth_triton_launches(passed, count, width)
+    what = depth_cuda.problem(count, width, 2, passed == "backward")
+    return grouped_cuts(what) if isinstance(what, many.Many) else ringed_cuts(what)
+
+
+def candidates(case, backend, passed, n, width):
+    """The launch in use first, which is None."""
+    launches = gate_launches if case == "gate_pool" else depth_launches
+    return [None, *launches(backend, passed, n, width)]
 
 
 class Problem:
     """Inputs of one size, and the passes with a launch of our choice."""
 
-    def __init__(self, backend, size, device):
-        moved = CASES["gate_pool"].bytes_moved(size, "forward")
-        self.kernels = KERNELS[backend]
-        self.inputs = [gate_inputs(size, device) for _ in range(sets_needed(moved, device))]
-        self.saved = [self.forward(i, None) for i in range(len(self.inputs))]
-        self.grads = [[torch.randn_like(t) for t in made[:2]] for made in self.saved]
+    def __init__(self, case, backend, size, device):
+        moved = CASES[case].bytes_moved(size, "forward")
+        sets = sets_needed(moved, device)
+        self.kernels = KERNELS[case, backend]
+        self.inputs = [CASES[case].inputs(size, device) for _ in range(sets)]
+        self.saved = [self.forward(i, None) for i in range(sets)]
+        self.grads = [[torch.randn_like(t) for t in made[:-1]] for made in self.saved]
 
+    def run(self, passed, launch, i):
+        return self.forward(i, launch) if passed == "forward" else self.backward(i, launch)
+
+
+class GateProblem(Problem):
     def given(self, i):
         x = self.inputs[i]
         y, streams = x.rows
@@ -111,19 +172,34 @@ class Problem:
         return self.kernels.forward(*self.given(i), True, EPS, launch)
 
     def backward(self, i, launch):
-        rest = (self.saved[i][2], True, EPS, launch)
+        rest = (self.saved[i][-1], True, EPS, launch)
         return self.kernels.backward(*self.grads[i], *self.given(i), *rest)
 
-    def run(self, passed, launch, i):
-        return self.forward(i, launch) if passed == "forward" else self.backward(i, launch)
+
+class DepthProblem(Problem):
+    def given(self, i):
+        x = self.inputs[i]
+        return x.rows, *x.weights, x.norm_weight
+
+    def forward(self, i, launch):
+        return self.kernels.forward(*self.given(i), 1.0, EPS, launch)
+
+    def backward(self, i, launch):
+        wanted = [True] * len(self.inputs[i].rows)
+        rest = (self.saved[i][-1], 1.0, wanted, True, True, launch)
+        grads, *others = self.kernels.backward(*self.grads[i], *self.given(i), *rest)
+        return *grads, *others
+
+
+PROBLEMS = {"gate_pool": GateProblem, "depth_pool": DepthProblem}
 
 
 def compiles(task):
     """None, or why not; and what it gives is compared with what the launch in use gives."""
-    backend, passed, n, width, norm, launch = task
+    case, backend, passed, n, width, norm, launch = task
     device = torch.device("cuda", 0)
-    problem = Problem(backend, Size(n, width, FEW, norm=norm), device)
     try:
+        problem = PROBLEMS[case](case, backend, Size(n, width, FEW, norm=norm), device)
         results = zip(problem.run(passed, launch, 0), problem.run(passed, None, 0), strict=True)
         for a, b in results:
             if a is not None:
@@ -141,9 +217,12 @@ def workers(backend):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", choices=KERNELS, default="triton")
-    parser.add_argument("--streams", type=int, nargs="+", default=[4, 8])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", choices=CASES, default="gate_pool")
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
+    parser.add_argument("--streams", type=int, nargs="+", default=[4, 8], help="or sources")
     parser.add_argument("--widths", type=int, nargs="+", default=[768, 1024, 1280, 2048, 4096])
     parser.add_argument("--passes", nargs="+", default=["forward"])
     parser.add_argument("--norm", action="store_true")
@@ -154,9 +233,9 @@ def main():
         parser.error("this measures a GPU, and there is none here.")
     device = torch.device("cuda", 0)
     tasks = [
-        (told.backend, passed, n, width, told.norm, launch)
+        (told.case, told.backend, passed, n, width, told.norm, launch)
         for passed, n, width in product(told.passes, told.streams, told.widths)
-        for launch in candidates(told.backend, passed, n, width)
+        for launch in candidates(told.case, told.backend, passed, n, width)
     ]
     print(f"compiling {len(tasks)} kernels on {os.cpu_count()} cores", flush=True)
     with workers(told.backend) as pool:
@@ -164,13 +243,13 @@ def main():
     copy = copy_gb_s(device)
     for passed, n, width, tokens in product(told.passes, told.streams, told.widths, told.tokens):
         size = Size(n, width, tokens, norm=told.norm)
-        moved = CASES["gate_pool"].bytes_moved(size, passed)
+        moved = CASES[told.case].bytes_moved(size, passed)
         rows = []
         with own_stream(device), torch.no_grad():
-            problem = Problem(told.backend, size, device)
+            problem = PROBLEMS[told.case](told.case, told.backend, size, device)
             for task, failure in zip(tasks, failures, strict=True):
                 launch = task[-1]
-                if task[1:4] != (passed, n, width):
+                if task[2:5] != (passed, n, width):
                     continue
                 if failure is not None:
                     print(f"  {launch}: {failure}", flush=True)

@@ -26,6 +26,8 @@ from multigate.bench.listing import listing
 from multigate.bench.results import Results, merged
 from multigate.device import choose
 from multigate.ops import cuda
+from multigate.ops.depth_pool import cuda as depth_cuda
+from multigate.ops.depth_pool import plan as depth_plan
 from multigate.ops.gate_pool import plan
 from multigate.residuals import residual_names
 
@@ -627,28 +629,51 @@ def test_the_scripts_run(script, tmp_path):
     assert json.loads(found.read_text())["rows"]
 
 
-def test_the_launches_that_are_tried():
-    """What is in use comes first, and every other one is a launch that the kernels take."""
+def launches(*problem):
+    """What is in use, which is None and comes first, and the others."""
+    first, *others = runpy.run_path(str(BENCHMARKS / "launches.py"))["candidates"](*problem)
+    assert first is None
+    return others
+
+
+def test_the_launches_of_gate_pool_that_are_tried():
+    """Every one is a launch that the kernels take."""
     launch = pytest.importorskip("multigate.ops.gate_pool.triton").Launch
-    candidates = runpy.run_path(str(BENCHMARKS / "launches.py"))["candidates"]
     for passed in ("forward", "backward"):
-        first, *others = candidates("triton", passed, 4, 768)
-        assert first is None
+        others = launches("gate_pool", "triton", passed, 4, 768)
         assert len({tuple(o.items()) for o in others}) == len(others) > 40
         assert all(launch(**o).block <= launch(**o).warps for o in others)
     for n, width, least in ((4, 768, 45), (8, 4096, 9)):
-        first, *others = candidates("cuda", "forward", n, width)
-        assert first is None
+        others = launches("gate_pool", "cuda", "forward", n, width)
         assert len(set(others)) == len(others) >= least
         assert all(32 * cut.warps * cut.teams * cut.registers <= 65536 for cut in others)
         assert not any(cut.slots for cut in others)
     for n, width in ((4, 768), (4, 1024), (8, 768)):
-        first, *others = candidates("cuda", "backward", n, width)
-        assert first is None
+        others = launches("gate_pool", "cuda", "backward", n, width)
         assert len(set(others)) == len(others) > 20
         what = plan.problem(n, width, 2, *[torch.empty(0)] * 2)
         assert cuda.plan(what) in others
         assert all(cut.slots % -(-width // (256 * cut.warps)) == 0 for cut in others)
+
+
+@pytest.mark.parametrize("passed", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("sources", "width"), [(5, 768), (9, 1280), (25, 768), (49, 1024), (73, 1280)]
+)
+def test_the_launches_of_depth_pool_that_are_tried(passed, sources, width):
+    """What is in use is among them, and all others are launches that the kernels take."""
+    pytest.importorskip("triton")
+    others = launches("depth_pool", "triton", passed, sources, width)
+    assert len(set(others)) == len(others) > 10
+    used = depth_plan.plan(sources, width, 2, passed == "backward")
+    # Forward there is a program for every block of tokens.
+    assert (used if passed == "backward" else replace(used, programs=1)) in others
+    others = launches("depth_pool", "cuda", passed, sources, width)
+    what = depth_cuda.problem(sources, width, 2, passed == "backward")
+    assert what.plan(cuda.SHARED) in others
+    assert len(set(others)) == len(others) > 5
+    for cut in others:
+        assert what.compiled(cut, cuda.SHARED)[1] <= cuda.SHARED
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import torch
 
 import multigate as mg
 from emulated import compiler
+from multigate.bench.cases import Size
 from multigate.ops import cuda as launch
 from multigate.ops import nvrtc
 from multigate.ops.backend import at_trace_time
@@ -689,3 +690,20 @@ def test_the_memory_modes_of_a_whole_stack(emulated, monkeypatch, residual, memo
 
     for a, b in zip(gradients(memory), gradients("store"), strict=True):
         assert torch.equal(a, b) if memory != "invert" else (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passed", ["forward", "backward"])
+@pytest.mark.parametrize(("case", "n"), [("gate_pool", 4), ("depth_pool", 4), ("depth_pool", 20)])
+def test_other_launches_give_the_same(emulated, case, n, passed):
+    """What `benchmarks/launches.py` tries is of the kernels' own results, but for rounding."""
+    pytest.importorskip("triton")
+    script = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks/launches.py"))
+    torch.manual_seed(0)
+    size = Size(n, 768, 7, norm=True)
+    problem = script["PROBLEMS"][case](case, "cuda", size, torch.device("cpu"))
+    used, *others = script["candidates"](case, "cuda", passed, n, 768)
+    expected = problem.run(passed, used, 0)
+    for cut in (others[0], others[-1]):
+        for a, b in zip(problem.run(passed, cut, 0), expected, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
