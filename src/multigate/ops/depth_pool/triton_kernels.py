@@ -1,9 +1,10 @@
 """depth_pool as Triton kernels over m sources, each [tokens, width].
 
-A program takes a block of tokens. Where a token's m rows fit into registers the kernel is given the
+A row is cut into sections, tiles of a power of two, so that no width is padded to the next one. A
+program takes a block of tokens. Where a token's m rows fit into registers the kernel is given the
 sources as a tuple and is compiled for this m. Otherwise it walks over them a group at a time, with
 the next group on its way, and finds them in a table of addresses: one kernel for every m. The table
-is written by a kernel too, so nothing is copied from the host.
+is written by a kernel too, so nothing is copied from the host. All sums are float32.
 
 `saved` is float32 [saved_rows(m), tokens]: the largest logit, 1 / sum_i exp(logit_i - largest), the
 inverse rms of the pooled row (0 without a norm weight), then of each source its inverse rms and its
@@ -16,16 +17,71 @@ logit, then zeros.
 import triton
 import triton.language as tl
 
-from .triton_parts import (
-    dot,
-    inverse_rms,
-    load_row,
-    load_weight,
-    source_inverse,
-    store_row,
-    store_sum,
-    zero_row,
-)
+
+@triton.jit
+def load_row(base, here, WIDTH: tl.constexpr, SECTION: tl.constexpr):
+    """A row of each token as tiles [tokens, SECTION] of the dtype in memory, 0 where not `here`."""
+    tiles = ()
+    for s in tl.static_range((WIDTH + SECTION - 1) // SECTION):
+        columns = s * SECTION + tl.arange(0, SECTION)[None, :]
+        inside = here[:, None]
+        if (s + 1) * SECTION > WIDTH:
+            inside = inside & (columns < WIDTH)
+        tiles += (tl.load(base + columns, mask=inside, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def store_row(base, here, tiles, WIDTH: tl.constexpr, SECTION: tl.constexpr):
+    for s in tl.static_range((WIDTH + SECTION - 1) // SECTION):
+        columns = s * SECTION + tl.arange(0, SECTION)[None, :]
+        inside = here[:, None]
+        if (s + 1) * SECTION > WIDTH:
+            inside = inside & (columns < WIDTH)
+        tl.store(base + columns, tiles[s].to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_weight(base, WIDTH: tl.constexpr, SECTION: tl.constexpr):
+    """A vector that all tokens share, as float32 tiles [1, SECTION]."""
+    tiles = ()
+    for s in tl.static_range((WIDTH + SECTION - 1) // SECTION):
+        columns = s * SECTION + tl.arange(0, SECTION)[None, :]
+        tiles += (tl.load(base + columns, mask=columns < WIDTH, other=0.0).to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def zero_row(BLOCK: tl.constexpr, WIDTH: tl.constexpr, SECTION: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range((WIDTH + SECTION - 1) // SECTION):
+        tiles += (tl.zeros([BLOCK, SECTION], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def store_sum(base, tiles, WIDTH: tl.constexpr, SECTION: tl.constexpr):
+    """The sum of a row over the tokens of a block."""
+    for s in tl.static_range((WIDTH + SECTION - 1) // SECTION):
+        columns = s * SECTION + tl.arange(0, SECTION)
+        tl.store(base + columns, tl.sum(tiles[s], 0), mask=columns < WIDTH)
+
+
+@triton.jit
+def dot(a, b, SECTIONS: tl.constexpr):
+    """a . b of each token: over the sections first, then one reduction."""
+    products = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for s in tl.static_range(1, SECTIONS):
+        products += a[s].to(tl.float32) * b[s].to(tl.float32)
+    return tl.sum(products, 1)
+
+
+@triton.jit
+def inverse_rms(row, eps, WIDTH: tl.constexpr, SECTIONS: tl.constexpr):
+    """1 / rms of each token, rounded and not approximate: a source's stands in a logit, of which
+    exp is taken, and the gradient through the pooled row's, g (1 - (pooled inverse)^2), may cancel.
+    """
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(dot(row, row, SECTIONS), WIDTH) + eps))
 
 
 @triton.jit
@@ -96,7 +152,7 @@ def forward_kernel(
         logits = ()
         grown = top
         for j in tl.static_range(GROUP):
-            inverse = source_inverse(group[j], eps, WIDTH, SECTIONS)
+            inverse = inverse_rms(group[j], eps, WIDTH, SECTIONS)
             # + 0.0 rounds it here: else exp(logit - top) is of a fused multiply-add, of another
             # logit than the one that is kept, and the weights of the backward pass have no sum 1.
             logit = dot(group[j], q, SECTIONS) * inverse * scale + 0.0
