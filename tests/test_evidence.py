@@ -127,9 +127,19 @@ def test_what_it_says_of_seeds_and_of_the_best_row():
     assert set(seeds.values()) == {3}
     scaled = {row["label"]: len(row["seeds"]) for row in found()["groups"][1]["rows"]}
     assert scaled == {label: 3 if "sqrt" in label else 1 for label in scaled}
-    first = {len(row["seeds"]) for row in ablations("Initial gate bias").values() if beside(row)}
-    assert {len(row["seeds"]) for row in related} == first == {1}
-    words = "have three seeds, related work, Attention Residuals without 1/sqrt(d) and the first"
+    missing = json.loads((ROOT / "repro/mini/ablations.json").read_text())["missing"]
+    assert {name.partition("-lr2")[0] for name in missing} == {
+        f"mgr-competitive-4-{mode}" for mode in ("recompute", "invert", "exact")
+    }
+    more = {row["label"] for row in (*rows, *found()["groups"][1]["rows"])}
+    others = {
+        len(row["seeds"])
+        for title in TITLES
+        for label, row in ablations(title).items()
+        if label not in more
+    }
+    assert {len(row["seeds"]) for row in related} == others - {0} == {1}
+    words = "have three seeds, related work, Attention Residuals without 1/sqrt(d) and the"
     assert f"{words} ablations one" in text
     best = min((*rows, *related), key=lambda row: row["losses"]["test"]["mean"])
     assert best["label"] == "mHC (n=4)"
@@ -269,6 +279,14 @@ def test_what_it_says_of_rows_beside_each_other():
     assert f"independent MGR is worse by {own:.3f} (paper: better by {paper:.3f})" in text
 
 
+TITLES = (
+    "Initial gate bias",
+    "Number of streams",
+    "Depth at nearly equal parameters",
+    "Streams in float32",
+)
+
+
 def ablations(title):
     """The rows of a table of the ablations, by their labels."""
     groups = json.loads((ROOT / "repro/mini/ablations.json").read_text())["groups"]
@@ -301,6 +319,90 @@ def test_what_it_says_of_the_initial_bias():
         assert 1 < abs(difference["mean"]) / difference["pooled"] < 1.1
     assert "the last two just outside the pooled interval" in text
     assert max(abs(d["mean"]) for d in own.values()) < 0.008
+
+
+def ablation_pairs():
+    pairs = json.loads((ROOT / "repro/mini/ablations.json").read_text())["pairs"]
+    return {(pair["label"], pair["against"]): pair["differences"] for pair in pairs}
+
+
+def test_what_it_says_of_the_number_of_streams():
+    text = " ".join(PAGE.read_text().split())
+    rows = {
+        label: row["differences"]["test"]["mean"]
+        for label, row in ablations("Number of streams").items()
+        if label != "PreNorm"
+    }
+    one, two, four, eight, twelve = (rows[f"Competitive MGR (n={n})"] for n in (1, 2, 4, 8, 12))
+    assert abs(one / four - 0.25) < 0.03
+    assert abs(two / four - 0.75) < 0.03
+    assert max(four, eight, twelve) - min(four, eight, twelve) < 0.002
+    (highway,) = (row for row in found()["groups"][2]["rows"] if row["label"] == "Highway")
+    assert abs(highway["differences"]["test"]["mean"] - one) < 0.001
+    assert "has a quarter of the lead over PreNorm, as much as Highway; two have three q" in text
+    assert "one stream is worth a quarter of it, four are worth all of it" in text
+    pairs = ablation_pairs()
+    behind = pairs["Competitive MGR (n=2)", "Competitive MGR (n=4)"]
+    assert behind["test"]["pooled_verdict"] == "cannot tell"
+    assert behind["val"]["pooled_verdict"] == "higher"
+    words = f"behind four by {behind['test']['mean']:.4f} on test, within the pooled interval, and"
+    assert f"{words} by {behind['val']['mean']:.4f} on val, outside it" in text
+    more = pairs["Competitive MGR (n=12)", "Competitive MGR (n=8)"]["test"]
+    assert more["pooled_verdict"] == "cannot tell"
+    assert f"twelve are behind eight by {more['mean']:.4f}" in text
+
+
+def test_what_it_says_of_depth():
+    text = " ".join(PAGE.read_text().split())
+    rows = ablations("Depth at nearly equal parameters")
+    ahead, losses = {}, {}
+    for name in ("PreNorm", "Full AttnRes", "Competitive MGR (n=4)"):
+        shapes = [rows[f"{name}{shape}"] for shape in (", 6x512", "", ", 24x256")]
+        losses[name] = [row["losses"]["test"]["mean"] for row in shapes]
+        if name != "PreNorm":
+            ahead[name] = [-row["differences"]["test"]["mean"] for row in shapes]
+    full, mgr = ahead.values()
+    assert f"from {mgr[0]:.3f} with 6 blocks to {mgr[2]:.3f} with 24" in text
+    words = "ahead of PreNorm by {:.3f}, {:.3f} and {:.3f}; each step is outside".format(*mgr)
+    assert words in text
+    assert "1/sqrt(d) is ahead by {:.3f}, {:.3f} and {:.3f}. All".format(*full) in text
+    pooled = [
+        rows[f"Competitive MGR (n=4){shape}"]["differences"]["test"]["pooled"]
+        for shape in (", 6x512", "")
+    ]
+    noise = sum(half**2 for half in pooled) ** 0.5
+    assert f"pooled noise of such a difference ({noise:.3f})" in text
+    assert min(mgr[1] - mgr[0], mgr[2] - mgr[1]) > noise
+    assert mgr[2] / mgr[0] == pytest.approx(2, abs=0.1)
+    assert full[2] / full[0] == pytest.approx(6, abs=0.2)
+    pairs = ablation_pairs()
+    apart = {
+        shape: pairs[f"Competitive MGR (n=4){shape}", f"Full AttnRes{shape}"]["test"]
+        for shape in (", 6x512", "", ", 24x256")
+    }
+    verdicts = [own["pooled_verdict"] for own in apart.values()]
+    assert verdicts == ["lower", "cannot tell", "lower"]
+    first, _, last = (-own["mean"] for own in apart.values())
+    assert f"Full AttnRes without 1/sqrt(d), by {first:.4f} and {last:.4f}, where" in text
+    behind = {name: f"{loss[2] - loss[0]:.3f}" for name, loss in losses.items()}
+    assert f"is behind 6 x 512 by {behind['PreNorm']}, some" in text
+    assert f"and MGR by {behind['Competitive MGR (n=4)']}." in text
+    wide, own, narrow = ((b * 12 * w**2 / 1e6, 16384 * w / 1e6) for b, w in SIZES)
+    sizes = [f"{x:.1f}, {y:.1f} and {z:.1f} M" for x, y, z in zip(wide, own, narrow, strict=True)]
+    assert f"blocks have {sizes[0]} parameters, the embedding {sizes[1]}." in text
+    for (blocks, width), shape in zip(SIZES, (", 6x512", "", ", 24x256"), strict=True):
+        expected = 12 * blocks * width**2 + 16384 * width
+        assert rows[f"PreNorm{shape}"]["parameters"] == pytest.approx(expected, rel=1e-3)
+
+
+SIZES = ((6, 512), (12, 384), (24, 256))
+
+
+def test_what_it_says_of_streams_in_float32():
+    assert "No difference can be told." in PAGE.read_text()
+    rows = ablations("Streams in float32")
+    own = [row["differences"]["test"] for label, row in rows.items() if "float32" in label]
+    assert [difference["pooled_verdict"] for difference in own] == 3 * ["cannot tell"]
 
 
 def test_what_it_says_of_the_gates_at_the_start():
@@ -336,10 +438,13 @@ def test_what_is_missing_is_not_judged():
     """The claims that nothing was run for say so."""
     missing = {name.partition("-lr2")[0] for name in found()["missing"]}
     assert missing == {"attnres-block-4", "attnres-block-8", "attnres-full"}
-    assert "Not run yet: the other ablations and the deep models" in PAGE.read_text()
+    assert (
+        "Not run yet: the memory modes, Attention Residuals with 1/sqrt(d) in other shapes, "
+        "second seeds where differences are small, and the deep models"
+    ) in PAGE.read_text()
     lines = [line for line in PAGE.read_text().splitlines() if "| nothing yet |" in line]
     kept = {path.name for path in (ROOT / "repro").iterdir()}
-    assert (len(lines), kept) == (2, {"mini"})
+    assert (len(lines), kept) == (1, {"mini"})
     assert all(line.rpartition("| ")[2].startswith("to come") for line in lines)
 
 

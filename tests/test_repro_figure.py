@@ -1,11 +1,13 @@
 """The figure of a study: its curves, and where its rows end."""
 
+from dataclasses import replace
+
 import matplotlib.figure
 import numpy as np
 import pytest
 
 from multigate.repro.cells import Cell
-from multigate.repro.figure import apart, draw, draw_differences, mean_curve
+from multigate.repro.figure import apart, compared, draw, draw_differences, mean_curve
 from multigate.repro.kept import Kept
 from multigate.repro.results import Finished, group, shown_runs
 from multigate.repro.studies import Group
@@ -90,20 +92,25 @@ def tables(kept_runs, asked):
     return [group(of, False, CELL, found, asked, "mini") for of in groups], found
 
 
-def test_a_row_is_shown_with_the_one_it_is_compared_with():
-    """If that has run; nobody need have asked for it here."""
+def test_a_row_is_shown_with_what_else_of_its_table_has_run():
+    """Nobody need have asked for that here, but for some row of the table."""
     runs = {name: kept(0, 3.0) for name in ("base-seed0", "base-seed7", "base-a-seed0")}
     made, found = tables(runs, ["base-a-seed0"])
     assert [[row["cell"] for row in table["rows"]] for table in made] == [["base", "base-a"], []]
     assert list(shown_runs(made, found)) == ["base-seed0", "base-a-seed0"]
     made, found = tables({"base-a-seed0": runs["base-a-seed0"]}, ["base-a-seed0"])
     assert [row["cell"] for row in made[0]["rows"]] == ["base-a"]
+    made, _ = tables({**runs, "base-b-seed0": kept(0, 2.9)}, ["base-a-seed0"])
+    assert [[row["cell"] for row in of["rows"]] for of in made] == [
+        ["base", "base-a", "base-b"],
+        [],
+    ]
     asked = ["base-a-seed0", "base-seed0"]
     assert [row["cell"] for row in tables(runs, asked)[0][1]["rows"]] == ["base"]
 
 
 def test_where_the_rows_of_all_tables_end(drawn, tmp_path):
-    """Each less the one it is compared with, once; its table's title is above, in bold."""
+    """Each less the one it is compared with, which is zero; its table's title is above, in bold."""
     losses = {"base": 3.0, "base-a": 3.02, "base-b": 2.97, "other": 2.9}
     runs = {f"{cell}-seed0": kept(0, loss) for cell, loss in losses.items()}
     made, _ = tables(runs, list(runs))
@@ -111,11 +118,26 @@ def test_where_the_rows_of_all_tables_end(drawn, tmp_path):
     (figure,) = drawn
     (panel,) = figure.axes
     labels = panel.get_yticklabels()
-    assert [label.get_text() for label in labels] == ["One", "Base, a", "Base, b"]
-    assert [label.get_fontweight() for label in labels] == ["bold", "normal", "normal"]
+    shown = ["One", "Base, a", "Base, b", "Two", "Base, b"]
+    assert [label.get_text() for label in labels] == shown
+    weights = [label.get_fontweight() for label in labels]
+    assert weights == ["bold" if name in ("One", "Two") else "normal" for name in shown]
     dots = [line.get_xydata().round(6).tolist() for line in panel.get_lines()]
     assert [[0.02, 1]] in dots
     assert [[-0.03, 2]] in dots
+    assert [[-0.03, 4]] in dots
+    # What others are compared with has no line, though it is itself compared with a row that has.
+    runs["elsewhere-seed0"] = kept(0, 3.5)
+    cells = {**CELL, "elsewhere": Cell("elsewhere", "Elsewhere", "prenorm", {}, "elsewhere")}
+    base = replace(BASE, against="elsewhere")
+    found = Finished(runs, 1.0, cells=cells)
+    one = group(
+        Group("One", [cells["elsewhere"], base, MORE, OTHER]), False, cells, found, runs, "mini"
+    )
+    assert [row["label"] for _, rows in compared([one], "test") for row in rows] == [
+        "Base, a",
+        "Other",
+    ]
 
 
 def test_the_curves_are_means_over_seeds():

@@ -190,12 +190,14 @@ def test_figures_are_of_one_seed_and_of_the_tables_learning_rate(made):
     """A run of the learning-rate check is another model; so is one of another seed."""
     study = made[0].declared()
     numbers = {
-        (f"deep-{name}", seed): object() for name in ("prenorm", "attnres-full") for seed in (1, 2)
+        (f"deep-{name}", seed): object()
+        for name in ("prenorm", "attnres-full-scaled")
+        for seed in (1, 2)
     }
     seen = {run_name(cell, seed, 2.0): value for (cell, seed), value in numbers.items()}
     assert first_seed(seen, study) == {
         "PreNorm": numbers["deep-prenorm", 1],
-        "Full AttnRes": numbers["deep-attnres-full", 1],
+        "Full AttnRes, 1/sqrt(d)": numbers["deep-attnres-full-scaled", 1],
     }
     seen[run_name("deep-mgr-competitive-8", 0, 2.0)] = alone = object()
     assert first_seed(seen, study) == {"Competitive MGR (n=8)": alone}

@@ -82,8 +82,10 @@ def test_what_the_ablations_ask():
     }
     streams = {f"mgr-competitive-{n}": n for n in (1, 2, 4, 8, 12)}
     assert {key: cells[key].model["streams"] for key in streams} == streams
-    scaled = [key for key, cell in cells.items() if cell.model.get("residual_options") == SCALE]
-    assert [cells[key].against for key in scaled] == [
+    groups = {group.title: group.cells for group in STUDIES["ablations"]("mini").groups}
+    attnres = groups["AttnRes with and without 1/sqrt(d)"]
+    scaled = [cell for cell in attnres if cell.model.get("residual_options") == SCALE]
+    assert [cell.against for cell in scaled] == [
         *("attnres-block-4", "attnres-block-8", "attnres-full"),
     ]
     assert {cells[key].model.get("memory") for key in cells} >= {"recompute", "invert", "exact"}
@@ -102,6 +104,13 @@ def test_shapes_of_other_depths_have_nearly_the_same_parameters():
             assert width % (2 * heads) == 0
     cells = STUDIES["ablations"]("mini").cells()
     assert {c.against for k, c in cells.items() if "24x256" in k} == {"prenorm-24x256"}
+    (group,) = (g for g in STUDIES["ablations"]("mini").groups if g.title.startswith("Depth"))
+    for k, name in enumerate(
+        ("prenorm", "attnres-full", "attnres-full-scaled", "mgr-competitive-4")
+    ):
+        shapes = [cell.key for cell in group.cells[k::4]]
+        assert shapes == [f"{name}-6x512", name, f"{name}-24x256"]
+    assert "attnres-full-scaled" in STUDIES["ablations"]("l").cells()
 
 
 def test_the_deep_study():
@@ -109,6 +118,8 @@ def test_the_deep_study():
     assert len(cells) == 6
     for cell in cells.values():
         assert [cell.model[name] for name in ("blocks", "width", "heads")] == [36, 256, 2]
+    for name in ("block-8", "full"):
+        assert cells[f"deep-attnres-{name}-scaled"].model["residual_options"] == SCALE
     inverted = cells["deep-mgr-competitive-8-invert"]
     assert (inverted.model["memory"], inverted.model["residual_options"]) == (
         "invert",

@@ -86,16 +86,17 @@ def draw_differences(
 def compared(
     groups: Iterable[Mapping[str, Any]], split: str
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """The rows whose other row is in the same table, each in the first table that it is in."""
-    drawn = set[str]()
+    """The rows whose other row is in the same table, but those that others are compared with."""
     for group in groups:
         there = {row["label"] for row in group["rows"]}
+        others = {row["against"] for row in group["rows"]}
         rows = [
             row
             for row in group["rows"]
-            if row["cell"] not in drawn and row["against"] in there and split in row["differences"]
+            if row["against"] in there
+            and row["label"] not in others
+            and split in row["differences"]
         ]
-        drawn |= {row["cell"] for row in rows}
         if rows:
             yield group["title"], rows
 

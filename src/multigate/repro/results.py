@@ -113,13 +113,13 @@ def group(
     asked: Iterable[str],
     scale: str,
 ) -> dict[str, Any]:
-    """The rows that were ever asked for, and those they are compared with, if these have run."""
+    """The rows that were ever asked for; beside them, whatever else of the table has run."""
     wanted = {split_name(name)[0] for name in asked}
-    beside = {cell.against for cell in of.cells if cell.key in wanted and found.of(cell.against)}
+    asked_for = any(cell.key in wanted for cell in of.cells)
     chosen = [
         (cell, cells[found.best(cell)] if choose else cell)
         for cell in of.cells
-        if cell.key in wanted | beside
+        if cell.key in wanted or (asked_for and found.of(cell.key))
     ]
     rows = [row(cell, shown, cells, found, scale) for cell, shown in chosen]
     return {"title": of.title, "about": of.about, "rows": rows}

@@ -1,6 +1,6 @@
 """The studies: which cells they have, and how a table groups them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +121,8 @@ def ablations(scale: str) -> Study:
     # Calibrated, four streams over 24 sublayers begin with -3.
     own = [biased(independent, b) for b in (-1.0, "calibrated", -5.0)]
     biases = [competitive, *(biased(competitive, b) for b in (-1.0, -3.0, -5.0)), independent, *own]
-    numbers = [with_streams(competitive, n) for n in (1, 2, 12)]
+    one, two, twelve = (with_streams(competitive, n) for n in (1, 2, 12))
+    shapes = depths(scale)
     floats = [
         variant(of, "float32", "streams in float32", stream_dtype="float32")
         for of in (PRENORM, FULL, competitive)
@@ -143,7 +144,7 @@ def ablations(scale: str) -> Study:
                 "gates; calibrated: n = 1 in it for the independent gate, which then begins with "
                 "the same gates as the competitive one.",
             ),
-            Group("Number of streams", [PRENORM, *numbers[:2], competitive, eight, numbers[2]]),
+            Group("Number of streams", [PRENORM, one, two, competitive, eight, twelve]),
             Group(
                 "AttnRes with and without 1/sqrt(d)",
                 [
@@ -154,11 +155,16 @@ def ablations(scale: str) -> Study:
             ),
             Group(
                 "Depth at nearly equal parameters",
-                [PRENORM, FULL, competitive, *depths(scale)],
+                [cell for cells in shapes for cell in cells],
                 "Each against PreNorm of its own shape.",
             ),
             Group("Streams in float32", [PRENORM, FULL, competitive, *floats]),
             Group("Memory mode", [competitive, *modes]),
+        ],
+        pairs=[
+            (two, competitive),
+            (twelve, eight),
+            *((mgr, full) for _, *both, mgr in shapes for full in both),
         ],
         curves=False,
         learning_rates=LEARNING_RATES if scale in ("tiny", "mini") else (1.0,),
@@ -173,7 +179,7 @@ def deep(scale: str) -> Study:
     size = {"blocks": blocks, "width": width, "heads": heads}
     cells = [
         replace(cell, model={**cell.model, **size}, alternatives=(), paper={})
-        for cell in (PRENORM, BLOCK_8, FULL, INDEPENDENT_8, COMPETITIVE_8)
+        for cell in (PRENORM, *SCALED[1:], INDEPENDENT_8, COMPETITIVE_8)
     ]
     invert = variant(
         cells[-1],
@@ -185,7 +191,8 @@ def deep(scale: str) -> Study:
     cells = [replace(cell, key=f"deep-{cell.key}", against="deep-prenorm") for cell in cells]
     inverted = replace(invert, key=f"deep-{invert.key}", against=cells[-1].key)
     title = f"Deep models: {blocks} blocks of width {width}"
-    group = Group("Loss", [*cells, inverted])
+    about = "Attention Residuals have 1/sqrt(d), with which they were better at 12 blocks."
+    group = Group("Loss", [*cells, inverted], about)
     return Study("deep", title, "DEEP.md", "deep.json", [group], cells[0], analyze=True)
 
 
@@ -210,11 +217,16 @@ def with_streams(of: Cell, n: int) -> Cell:
     return Cell(f"{key}-{n}", f"{label} (n={n})", of.residual, {**of.model, "streams": n})
 
 
-def depths(scale: str) -> Iterator[Cell]:
-    """PreNorm, Full AttnRes and competitive MGR in other shapes of as many parameters."""
-    for blocks, width, heads in DEPTHS.get(scale, ()):
-        size = {"blocks": blocks, "width": width, "heads": heads}
-        shape = f"{blocks}x{width}"
-        for of in (PRENORM, FULL, COMPETITIVE_4):
-            changed = variant(of, shape, shape, **size)
-            yield replace(changed, against=f"{PRENORM.key}-{shape}")
+def depths(scale: str) -> Sequence[Sequence[Cell]]:
+    """PreNorm, both Full AttnRes and competitive MGR: with fewer and wider blocks, in the shape of
+    the scale, and with more and narrower ones."""
+    own = (PRENORM, replace(FULL, alternatives=()), SCALED[-1], COMPETITIVE_4)
+    others = [[reshaped(of, *shape) for of in own] for shape in DEPTHS.get(scale, ())]
+    return [*others[:1], own, *others[1:]]
+
+
+def reshaped(of: Cell, blocks: int, width: int, heads: int) -> Cell:
+    """`of` in another shape, compared with PreNorm in that shape."""
+    shape = f"{blocks}x{width}"
+    changed = variant(of, shape, shape, blocks=blocks, width=width, heads=heads)
+    return replace(changed, against=f"{PRENORM.key}-{shape}")
