@@ -191,7 +191,7 @@ def deep(scale: str) -> Study:
     cells = [replace(cell, key=f"deep-{cell.key}", against="deep-prenorm") for cell in cells]
     inverted = replace(invert, key=f"deep-{invert.key}", against=cells[-1].key)
     title = f"Deep models: {blocks} blocks of width {width}"
-    about = "Attention Residuals have 1/sqrt(d), with which they were better at 12 blocks."
+    about = "Attention Residuals have 1/sqrt(d), with which they were better at mini."
     group = Group("Loss", [*cells, inverted], about)
     return Study("deep", title, "DEEP.md", "deep.json", [group], cells[0], analyze=True)
 
