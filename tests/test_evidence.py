@@ -362,7 +362,9 @@ def test_what_it_says_of_depth():
         if name != "PreNorm":
             ahead[name] = [-row["differences"]["test"]["mean"] for row in shapes]
     full, mgr = ahead.values()
-    assert f"from {mgr[0]:.3f} with 6 blocks to {mgr[2]:.3f} with 24" in text
+    for page in (PAGE, ROOT / "README.md"):
+        words = f"lead grows with depth, from {mgr[0]:.3f} with 6 blocks to {mgr[2]:.3f} with 24"
+        assert words in page.read_text().replace("lead over PreNorm grows", "lead grows")
     words = "ahead of PreNorm by {:.3f}, {:.3f} and {:.3f}; each step is outside".format(*mgr)
     assert words in text
     assert "1/sqrt(d) is ahead by {:.3f}, {:.3f} and {:.3f}. All".format(*full) in text
