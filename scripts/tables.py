@@ -78,13 +78,14 @@ def pairs() -> str:
 
 
 def ablation(title: str) -> str:
-    """A table of the ablations; its rows are compared with others of the same table."""
+    """A table of the ablations. Rows are compared with others of it; those have no difference."""
     (group,) = (g for g in kept("repro/mini/ablations.json")["groups"] if g["title"] == title)
     rows = [row for row in group["rows"] if row["seeds"]]
-    there = {row["label"] for row in rows}
+    there, others = ({row[name] for row in rows} for name in ("label", "against"))
     lines = []
     for row in rows:
-        apart = row["differences"].get("test") if row["against"] in there else None
+        shown = row["against"] in there and row["label"] not in others
+        apart = row["differences"].get("test") if shown else None
         score = [spread(row["losses"][split]) for split in ("val", "test")]
         verdict = apart["pooled_verdict"] if apart else NOTHING
         lines.append((row["label"], str(len(row["seeds"])), *score, difference(apart), verdict))

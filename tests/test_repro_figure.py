@@ -10,6 +10,7 @@ from multigate.repro.cells import Cell
 from multigate.repro.figure import apart, compared, draw, draw_differences, mean_curve
 from multigate.repro.kept import Kept
 from multigate.repro.results import Finished, group, shown_runs
+from multigate.repro.stats import noise
 from multigate.repro.studies import Group
 
 # The test losses of each seed.
@@ -49,7 +50,7 @@ def test_where_the_rows_end(drawn, tmp_path):
         for cell, losses in CELLS.items()
         for seed, test in enumerate(losses)
     }
-    found = Finished(runs, 1.0, cells=CELLS)
+    found = Finished(runs, 1.0)
     rows = [{"cell": cell, "label": cell.upper()} for cell in ("missing", *CELLS)]
     assert draw(rows, found, "test", tmp_path / "a.png", "A study")
     (figure,) = drawn
@@ -70,6 +71,20 @@ def test_where_the_rows_end(drawn, tmp_path):
     assert at[3] == [[[round(0.01 - pooled, 6), 3.0], [round(0.01 + pooled, 6), 3.0]]]
 
 
+def test_noise_is_of_all_cells_there_are():
+    """Of those at the learning rate of the tables, whoever asked for them."""
+    losses = {"one": (3.0, 3.1), "two": (3.2, 3.4), "alone": (3.3,)}
+    runs = {
+        f"{cell}-lr2-seed{seed}": kept(seed, loss)
+        for cell, each in losses.items()
+        for seed, loss in enumerate(each)
+    }
+    other_rate = {f"one-seed{seed}": kept(seed, 9.0 * seed) for seed in (0, 1)}
+    found = Finished({**runs, **other_rate}, 2.0).noise["test"]
+    assert found == noise([{0: 3.0, 1: 3.1}, {0: 3.2, 1: 3.4}])
+    assert (found.freedom, round(found.deviation, 6)) == (1, 0.05)
+
+
 def test_nothing_to_draw(drawn, tmp_path):
     rows = [{"cell": "missing", "label": "Missing"}]
     assert not draw(rows, Finished({}, 1.0), "test", tmp_path / "a.png", "A study")
@@ -87,7 +102,7 @@ CELL = {cell.key: cell for cell in (BASE, MORE, LESS, OTHER)}
 
 def tables(kept_runs, asked):
     """Two tables of these cells, of which LESS is in both."""
-    found = Finished(kept_runs, 1.0, cells=CELL)
+    found = Finished(kept_runs, 1.0)
     groups = (Group("One", [BASE, MORE, LESS]), Group("Two", [BASE, LESS, OTHER]))
     return [group(of, False, CELL, found, asked, "mini") for of in groups], found
 
@@ -130,7 +145,7 @@ def test_where_the_rows_of_all_tables_end(drawn, tmp_path):
     runs["elsewhere-seed0"] = kept(0, 3.5)
     cells = {**CELL, "elsewhere": Cell("elsewhere", "Elsewhere", "prenorm", {}, "elsewhere")}
     base = replace(BASE, against="elsewhere")
-    found = Finished(runs, 1.0, cells=cells)
+    found = Finished(runs, 1.0)
     one = group(
         Group("One", [cells["elsewhere"], base, MORE, OTHER]), False, cells, found, runs, "mini"
     )

@@ -28,7 +28,7 @@ def results(out: Path, settings: Settings, name: str) -> dict[str, Any]:
     study = STUDIES[name](settings.config["scale"])
     factor = 1.0 if settings.lr_factor is None else settings.lr_factor
     cells = study.cells()
-    found = Finished(kept, factor, read_speeds(out), cells)
+    found = Finished(kept, factor, read_speeds(out))
     asked = settings.studies[name]
 
     def table(of: Group) -> dict[str, Any]:
@@ -70,11 +70,11 @@ class Finished:
         kept: Mapping[str, Kept],
         factor: float,
         speeds: Mapping[str, Mapping[str, Any]] | None = None,
-        cells: Iterable[str] = (),
     ) -> None:
         self.kept, self.factor, self.speeds = kept, factor, speeds or {}
         self.seeds = sorted({int(run.config["seed"]) for run in kept.values()})
-        keys = list(cells)
+        # Of all cells there are, whatever study they are of.
+        keys = dict.fromkeys(split_name(name)[0] for name in kept)
         self.noise = {name: noise(self.losses(key, name) for key in keys) for name in LOSSES}
 
     def of(self, key: str) -> dict[int, Kept]:

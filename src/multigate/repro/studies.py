@@ -121,6 +121,7 @@ def ablations(scale: str) -> Study:
     # Calibrated, four streams over 24 sublayers begin with -3.
     own = [biased(independent, b) for b in (-1.0, "calibrated", -5.0)]
     biases = [competitive, *(biased(competitive, b) for b in (-1.0, -3.0, -5.0)), independent, *own]
+    calibrated_8 = biased(independent_8, "calibrated")
     one, two, twelve = (with_streams(competitive, n) for n in (1, 2, 12))
     shapes = depths(scale)
     floats = [
@@ -139,7 +140,7 @@ def ablations(scale: str) -> Study:
         [
             Group(
                 "Initial gate bias",
-                [*biases, independent_8, biased(independent_8, "calibrated")],
+                [*biases, independent_8, calibrated_8],
                 "Without a remark: the paper's formula, with n the number of streams for both "
                 "gates; calibrated: n = 1 in it for the independent gate, which then begins with "
                 "the same gates as the competitive one.",
@@ -162,6 +163,7 @@ def ablations(scale: str) -> Study:
             Group("Memory mode", [competitive, *modes]),
         ],
         pairs=[
+            (calibrated_8, biased(independent, "calibrated")),
             (two, competitive),
             (twelve, eight),
             *((mgr, full) for _, *both, mgr in shapes for full in both),

@@ -42,7 +42,7 @@ def summarize(out: Path, figures: bool, say: Callable[[str], None]) -> list[Path
 
 def drawings(out: Path, settings: Settings, study: Study, found: dict[str, Any]) -> list[Path]:
     """Draw the figures of a study, and note in `found` those that its page shows."""
-    finished = Finished(read_all(out), settings.lr_factor or 1.0, cells=study.cells())
+    finished = Finished(read_all(out), settings.lr_factor or 1.0)
     title = f"{study.title}, {settings.config['scale']}"
     path = (out / study.page).with_suffix(".png")
     if study.curves:
