@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from multigate.repro.results import compared
 from multigate.repro.table import NOTHING, difference, markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,11 +82,10 @@ def ablation(title: str) -> str:
     """A table of the ablations. Rows are compared with others of it; those have no difference."""
     (group,) = (g for g in kept("repro/mini/ablations.json")["groups"] if g["title"] == title)
     rows = [row for row in group["rows"] if row["seeds"]]
-    there, others = ({row[name] for row in rows} for name in ("label", "against"))
+    told = [row["cell"] for row in compared(rows, "test")]
     lines = []
     for row in rows:
-        shown = row["against"] in there and row["label"] not in others
-        apart = row["differences"].get("test") if shown else None
+        apart = row["differences"]["test"] if row["cell"] in told else None
         score = [spread(row["losses"][split]) for split in ("val", "test")]
         verdict = apart["pooled_verdict"] if apart else NOTHING
         lines.append((row["label"], str(len(row["seeds"])), *score, difference(apart), verdict))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from multigate.repro.cells import Cell
-from multigate.repro.figure import apart, compared, draw, draw_differences, mean_curve
+from multigate.repro.figure import apart, draw, draw_differences, mean_curve
 from multigate.repro.kept import Kept
-from multigate.repro.results import Finished, group, shown_runs
+from multigate.repro.results import Finished, compared, group, shown_runs
 from multigate.repro.stats import noise
 from multigate.repro.studies import Group
 
@@ -149,10 +149,7 @@ def test_where_the_rows_of_all_tables_end(drawn, tmp_path):
     one = group(
         Group("One", [cells["elsewhere"], base, MORE, OTHER]), False, cells, found, runs, "mini"
     )
-    assert [row["label"] for _, rows in compared([one], "test") for row in rows] == [
-        "Base, a",
-        "Other",
-    ]
+    assert [row["label"] for row in compared(one["rows"], "test")] == ["Base, a", "Other"]
 
 
 def test_the_curves_are_means_over_seeds():

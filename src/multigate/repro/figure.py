@@ -1,6 +1,6 @@
 """The figure of a study: the curves of its first table, or where the rows of all tables end."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from multigate.data.optional import optional
 
 from .kept import EVERY, Kept
-from .results import Finished
+from .results import Finished, compared
 
 Curve = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 SMOOTH = 5
@@ -57,7 +57,8 @@ def draw_differences(
     groups: Iterable[Mapping[str, Any]], split: str, path: Path, title: str
 ) -> bool:
     """Of every row, how far it ends from the one it is compared with, table by table."""
-    tables = list(compared(groups, split))
+    drawn = [(of["title"], compared(of["rows"], split)) for of in groups]
+    tables = [(name, rows) for name, rows in drawn if rows]
     if not tables:
         return False
     figures = optional("matplotlib.figure", "plot", "the figure of the losses")
@@ -81,24 +82,6 @@ def draw_differences(
     panel.grid(axis="x", alpha=0.3)
     save(figure, path, title)
     return True
-
-
-def compared(
-    groups: Iterable[Mapping[str, Any]], split: str
-) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """The rows whose other row is in the same table, but those that others are compared with."""
-    for group in groups:
-        there = {row["label"] for row in group["rows"]}
-        others = {row["against"] for row in group["rows"]}
-        rows = [
-            row
-            for row in group["rows"]
-            if row["against"] in there
-            and row["label"] not in others
-            and split in row["differences"]
-        ]
-        if rows:
-            yield group["title"], rows
 
 
 def save(figure: Any, path: Path, title: str) -> None:

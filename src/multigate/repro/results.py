@@ -1,6 +1,6 @@
 """The numbers of a study, from what is kept of its runs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -164,10 +164,20 @@ def row(
     }
 
 
+def compared(rows: Sequence[Mapping[str, Any]], split: str) -> list[Mapping[str, Any]]:
+    """The rows that a table compares: their other row is in it, and they are nobody's other row."""
+    there, others = ({row[name] for row in rows} for name in ("label", "against"))
+    return [
+        row
+        for row in rows
+        if row["against"] in there and row["label"] not in others and split in row["differences"]
+    ]
+
+
 def pairs(
     study: Study, cells: Mapping[str, Cell], found: Finished, scale: str
 ) -> list[dict[str, Any]]:
-    """Two rows of the first table beside each other, where both have a seed."""
+    """Two rows beside each other, where both have a seed."""
     made = []
     for pair in study.pairs:
         cell, other = (cells[found.best(of)] for of in pair)

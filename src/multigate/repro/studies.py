@@ -193,7 +193,7 @@ def deep(scale: str) -> Study:
     cells = [replace(cell, key=f"deep-{cell.key}", against="deep-prenorm") for cell in cells]
     inverted = replace(invert, key=f"deep-{invert.key}", against=cells[-1].key)
     title = f"Deep models: {blocks} blocks of width {width}"
-    about = "Attention Residuals have 1/sqrt(d), with which they were better at mini."
+    about = "Attention Residuals have 1/sqrt(d), with which their loss was lower at mini."
     group = Group("Loss", [*cells, inverted], about)
     return Study("deep", title, "DEEP.md", "deep.json", [group], cells[0], analyze=True)
 
@@ -222,6 +222,7 @@ def with_streams(of: Cell, n: int) -> Cell:
 def depths(scale: str) -> Sequence[Sequence[Cell]]:
     """PreNorm, both Full AttnRes and competitive MGR: with fewer and wider blocks, in the shape of
     the scale, and with more and narrower ones."""
+    # Both are shown, so neither may stand for the other.
     own = (PRENORM, replace(FULL, alternatives=()), SCALED[-1], COMPETITIVE_4)
     others = [[reshaped(of, *shape) for of in own] for shape in DEPTHS.get(scale, ())]
     return [*others[:1], own, *others[1:]]

@@ -148,7 +148,7 @@ def speed(row: Result) -> str:
 
 
 def pairs(found: Result) -> Iterator[str]:
-    """Rows of the first table beside each other, which intervals of their own cannot tell."""
+    """Rows beside each other, which intervals of their own cannot tell."""
     if not found["pairs"]:
         return
     splits = scored(found)
