@@ -181,7 +181,7 @@ def few() -> str:
     columns = list(product(("cuda", "compile"), WIDTHS[:3]))
     kinds = (("forward", False), ("forward", True), ("backward", False))
     lines = []
-    for tokens, (name, norm) in product((1, 16, 256, 1024), kinds):
+    for tokens, (name, norm) in product((1, 16, 256, 1024, 4096), kinds):
         of = {"case": "gate_pool", "pass": name, "n": 4, "tokens": tokens, "norm": norm}
         times = cells(
             lambda row: f"{row['us']:.1f}",

@@ -200,6 +200,19 @@ def test_cuts_of_the_backward_pass(norm, monkeypatch):
     assert plan.backward_plan(device, what, True) == launch.plan(what, 100 * 1024)
 
 
+@pytest.mark.parametrize("n", [9, 12, 16])
+def test_five_warps_of_a_backward_pass_are_no_team_alone(n):
+    """With more than eight rows, where a second team fits. Other widths are as they were."""
+    gradients = [torch.empty(0)] * 2
+    for width, teams in ((1024, 2), (1280, 2), (1536, 1), (2048, 1)):
+        for what in (few.few(n, width, 2, True), plan.problem(n, width, 2, *gradients)):
+            cut = launch.plan(what)
+            assert (cut.warps, cut.teams) == (width // 256, teams)
+            assert what.static_bytes(cut.warps, teams) + what.dynamic_bytes(cut) <= launch.SHARED
+            little = launch.plan(what, 48 * 1024)
+            assert little is None or width == 1024 or little.teams == 1
+
+
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
 def test_cuts_are_those_for_the_norm(emulated, monkeypatch, norm):
     asked = []
