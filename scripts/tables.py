@@ -1,6 +1,7 @@
 """Write the tables of README.md and docs/ anew from the results that are kept.
 
-    multigate repro summary repro/mini && python scripts/tables.py
+    multigate repro summary repro/mini && multigate repro summary repro/deep
+    python scripts/tables.py
 
 Losses come from repro/, times from benchmarks/results/h200.json. A table stands between
 `<!-- table NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit status says
@@ -16,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from multigate.repro.plan import split_name
 from multigate.repro.results import compared
 from multigate.repro.table import NOTHING, difference, markdown, spread
 
@@ -90,6 +92,43 @@ def ablation(title: str) -> str:
         verdict = apart["pooled_verdict"] if apart else NOTHING
         lines.append((row["label"], str(len(row["seeds"])), *score, difference(apart), verdict))
     return table(("model", "seeds", "val", "test", "test difference", "pooled"), lines)
+
+
+def deep_rows() -> list[Row]:
+    (group,) = kept("repro/deep/deep.json")["groups"]
+    return [row for row in group["rows"] if row["seeds"]]
+
+
+def deep() -> str:
+    """Losses of the deep models that have been run."""
+    lines = []
+    for row in deep_rows():
+        score = [spread(row["losses"][split]) for split in ("val", "test")]
+        lines.append((row["label"], *score, difference(row["differences"].get("test"))))
+    return table(("model", "val", "test", "test - PreNorm"), lines)
+
+
+INSIDE = {
+    "largest activation": ("largest value", ".0f"),
+    "largest / mean": ("largest / mean", ".0f"),
+    "output rms, last / first block": ("output, last / first block", ".2f"),
+    "gradient rms, shallow / deep": ("gradient, shallow / deep", ".2f"),
+    "angle to the next block, shallow": ("angle, shallow", ".3f"),
+    "the same, deep": ("angle, deep", ".3f"),
+    "loss without a block, deep, median": ("loss without a block, deep, median", "+.4f"),
+    "the same, smallest": ("the same, smallest", "+.4f"),
+}
+
+
+def inside() -> str:
+    """What `multigate analyze` saw in the deep models."""
+    labels = {row["cell"]: row["label"] for row in deep_rows()}
+    lines = []
+    for found in kept("repro/deep/deep.json")["inside"]:
+        cell, _ = split_name(found["run"])
+        numbers = (format(found[name], spec) for name, (_, spec) in INSIDE.items())
+        lines.append((labels[cell], *numbers))
+    return table(("model", *(head for head, _ in INSIDE.values())), lines)
 
 
 def short() -> str:
@@ -239,6 +278,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "streams": lambda: ablation("Number of streams"),
     "shapes": lambda: ablation("Depth at nearly equal parameters"),
     "floats": lambda: ablation("Streams in float32"),
+    "modes": lambda: ablation("Memory mode"),
+    "deep": deep,
+    "inside": inside,
     "short": short,
     "ours": ours,
     "others4": lambda: others(4),

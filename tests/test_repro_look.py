@@ -255,22 +255,25 @@ def test_figures_from_numbers_are_those_of_the_arrays():
 
 
 def test_the_numbers_of_the_page_by_hand():
+    """Of four blocks: the second is the shallow ones, the others but the first the deep ones."""
+    steps = np.diag([0.4, 0.5, 0.25, 0.35], 1)
     numbers = {
         "massive.hidden": [[2.0, 1.0, 1.0], [40.0, 3.0, 1.0], [9.0, 2.0, 1.0], [8.0, 1.0, 0.5]],
         "massive.mean": [0.5, 2.0, 0.25, 1.0],
-        "dynamics.output_rms": [0.5, 1.5],
-        "dynamics.grad_rms": [0.3, 0.1],
-        "angles.hidden": [[None, 0.4, 0.6], [None, None, 0.25], [None, None, None]],
-        "pruning.delta_loss": [None, 0.125],
+        "dynamics.output_rms": [0.5, 4.0, 4.0, 1.5],
+        "dynamics.grad_rms": [0.9, 0.3, 0.05, 0.15],
+        "angles.hidden": steps.tolist(),
+        "pruning.delta_loss": [None, 0.5, 0.125, 0.375],
         "gates.beta.mean": [0.1],
     }
     assert look.measure(numbers) == {
         "largest activation": 40.0,
         "largest / mean": 36.0,
         "output rms, last / first block": 3.0,
-        "gradient rms, first / last block": 3.0,
-        "angle to the next block, deep": 0.25,
-        "loss without a block, deep, median": 0.125,
+        "gradient rms, shallow / deep": 3.0,
+        "angle to the next block, shallow": 0.5,
+        "the same, deep": 0.3,
+        "loss without a block, deep, median": 0.25,
         "the same, smallest": 0.125,
     }
     assert look.measure({"massive.mean": [1.0]}) == {}

@@ -94,8 +94,10 @@ def draw_all(drawn: Mapping[str, Chart], folder: Path) -> list[Path]:
 
 
 def measure(numbers: Numbers) -> dict[str, float | None]:
-    """What the paper says of deep models, one number each: massive values, angles, gradients, and
-    the use of blocks. "deep" is the second half of the blocks."""
+    """What the paper says of deep models, one number each: massive values, gradients, angles, and
+    the use of blocks. "deep" is the second half of the blocks, "shallow" the first without the
+    first block itself, which reads the embedding and is unlike all others.
+    """
     arrays = {k: np.array(v, float) for k, v in numbers.items() if k in NEEDED and v is not None}
     if set(arrays) < NEEDED:
         return {}
@@ -103,15 +105,17 @@ def measure(numbers: Numbers) -> dict[str, float | None]:
     rms, gradient = arrays["dynamics.output_rms"], arrays["dynamics.grad_rms"]
     steps = np.diagonal(arrays["angles.hidden"], 1)
     lost = arrays["pruning.delta_loss"]
-    deep = lost[len(lost) // 2 :]
+    half = len(lost) // 2
+    shallow, deep = slice(1, half), slice(half, None)
     values = {
         "largest activation": np.max(largest),
         "largest / mean": np.max(largest / arrays["massive.mean"]),
         "output rms, last / first block": rms[-1] / rms[0],
-        "gradient rms, first / last block": gradient[0] / gradient[-1],
-        "angle to the next block, deep": np.mean(steps[len(steps) // 2 :]),
-        "loss without a block, deep, median": np.nanmedian(deep),
-        "the same, smallest": np.nanmin(deep),
+        "gradient rms, shallow / deep": np.mean(gradient[shallow]) / np.mean(gradient[deep]),
+        "angle to the next block, shallow": np.mean(steps[shallow]),
+        "the same, deep": np.mean(steps[deep]),
+        "loss without a block, deep, median": np.nanmedian(lost[deep]),
+        "the same, smallest": np.nanmin(lost[deep]),
     }
     return {k: round(float(v), 6) if np.isfinite(v) else None for k, v in values.items()}
 

@@ -192,10 +192,23 @@ def deep(scale: str) -> Study:
     )
     cells = [replace(cell, key=f"deep-{cell.key}", against="deep-prenorm") for cell in cells]
     inverted = replace(invert, key=f"deep-{invert.key}", against=cells[-1].key)
-    title = f"Deep models: {blocks} blocks of width {width}"
-    about = "Attention Residuals have 1/sqrt(d), with which their loss was lower at mini."
-    group = Group("Loss", [*cells, inverted], about)
-    return Study("deep", title, "DEEP.md", "deep.json", [group], cells[0], analyze=True)
+    prenorm, block, full, *both = cells
+    return Study(
+        "deep",
+        f"Deep models: {blocks} blocks of width {width}",
+        "DEEP.md",
+        "deep.json",
+        [
+            Group(
+                "Loss",
+                [*cells, inverted],
+                "Attention Residuals have 1/sqrt(d), with which their loss was lower at mini.",
+            )
+        ],
+        prenorm,
+        pairs=[(mgr, of) for mgr in both for of in (block, full)],
+        analyze=True,
+    )
 
 
 STUDIES = {"table1": table1, "ablations": ablations, "deep": deep}

@@ -243,7 +243,10 @@ def inside(measures: Sequence[Result] | None) -> Iterator[str]:
     if not measures:
         return
     yield "## Inside"
-    yield "By `multigate analyze`, on val, with the weights of the last step."
+    yield (
+        "By `multigate analyze`, on val, with the weights of the last step. *Deep* is the second "
+        "half of the blocks, *shallow* the first half without block 1, which reads the embedding."
+    )
     names = [name for name in dict.fromkeys(n for m in measures for n in m) if name != "run"]
     lines = [["run", *names], ["---", *["---:"] * len(names)]]
     for measure in measures:
