@@ -64,9 +64,10 @@ def test_the_tables_take_the_speeds_of_models_alone(out, capsys):
     assert "2 models, 2 at a time" in shown
     found = json.loads((out / "speeds.json").read_text())
     assert list(found["cells"]) == ["prenorm", "attnres-full"]
-    assert found["made_with"]["device"] == "cpu"
+    assert {row["made_with"]["device"] for row in found["cells"].values()} == {"cpu"}
     page = (out / "TABLE.md").read_text()
     assert "at once" not in page
+    assert "Without a percentage" not in page
     assert "with nothing beside it on the device" in " ".join(page.split())
     for cell, row in found["cells"].items():
         assert row["batch"] == 2
@@ -105,18 +106,48 @@ def test_a_model_that_cannot_be_timed_is_told_and_the_others_are_there(out, monk
 
     monkeypatch.setattr(speed, "measure_apart", measured)
     said = []
-    speed.measure(out, 1, 1, "cpu", said.append)
+    speed.measure(out, (), 1, 1, "cpu", said.append)
     assert said[-1] == "moda: no memory."
     assert main(["repro", "summary", str(out), "--figures", "False"]) == 0
     page = (out / "TABLE.md").read_text()
     assert page.count("| 100 (+25.0%) |") == 4  # attnres in two tables, with and without 1/sqrt(d)
     assert page.count("1,234,567 (3 at once)") == 1
+    assert "Without a percentage they are of the run" in " ".join(page.split())
+
+
+def test_some_rows_are_timed_and_the_others_stay(out, monkeypatch):
+    """In the order of the studies, whenever they were timed; what has no run any more goes."""
+    speeds = iter([100.0, 200.0, 300.0, 400.0])
+
+    def measured(todo, jobs):
+        yield from (
+            timing.row() | {"tokens_per_s": next(speeds), "overhead": 0.5} for timing in todo
+        )
+
+    def figures():
+        cells = json.loads((out / "speeds.json").read_text())["cells"]
+        return [(cell, row["tokens_per_s"]) for cell, row in cells.items()]
+
+    monkeypatch.setattr(speed, "measure_apart", measured)
+    assert main(["repro", "speed", str(out), "--device", "cpu", "--rows", "moda"]) == 0
+    assert figures() == [("moda", 100)]
+    rows = ["attnres-full", "prenorm"]
+    assert main(["repro", "speed", str(out), "--device", "cpu", "--rows", *rows]) == 0
+    assert figures() == [("prenorm", 200), ("attnres-full", 300), ("moda", 100)]
+    shutil.rmtree(out / "runs" / "attnres-full-seed0")
+    assert main(["repro", "speed", str(out), "--device", "cpu", "--rows", "moda"]) == 0
+    assert figures() == [("prenorm", 200), ("moda", 400)]
 
 
 def test_errors_are_sentences(out, tmp_path, capsys):
     (out / "speeds.json").write_text("{")
     assert main(["repro", "summary", str(out)]) != 0
     assert "speeds.json is damaged" in capsys.readouterr().err
+    (out / "speeds.json").unlink()
+    assert main(["repro", "speed", str(out), "--device", "cpu", "--rows", "modal"]) != 0
+    said = capsys.readouterr().err
+    assert f"row with a finished run in {out}" in said
+    assert "moda" in said.partition("modal")[2]
     with pytest.raises(ValueError, match="rounds must be at least 1"):
         SpeedConfig(out, rounds=0)
     empty = tmp_path / "empty"

@@ -219,7 +219,7 @@ def speed(config: SpeedConfig, console: Console | None = None) -> list[Path]:
     from .speed import measure
 
     say = partial((console or Console()).print, highlight=False, markup=False, soft_wrap=True)
-    measure(config.out, config.rounds, config.jobs, config.device, say)
+    measure(config.out, config.rows, config.rounds, config.jobs, config.device, say)
     return summary(SummaryConfig(config.out, config.figures), console)
 
 

@@ -125,6 +125,8 @@ class SpeedConfig:
 
     out: Path
     """The --out of `multigate repro`."""
+    rows: tuple[str, ...] = ()
+    """Only these, such as prenorm mgr-competitive-4; the figures of others stay as they are."""
     jobs: int = 1
     """So many models are compiled at once; they are timed one by one."""
     rounds: int = 3

@@ -4,7 +4,7 @@ The runs themselves may have shared it. What is timed is a forward and a backwar
 micro-batch, beside PreNorm's, turn by turn, as `multigate bench` times its steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from multigate.config import ModelChanges, TrainConfig, from_table
 from multigate.data.writer import write_json
 from multigate.device import Compute, choose
 from multigate.gpt import GPT
+from multigate.names import unknown
 
 from .cells import PRENORM
 from .environment import environment
-from .kept import SPEEDS, Kept, read_all
+from .kept import SPEEDS, Kept, read_all, read_speeds
 from .plan import split_name
 from .settings import read_settings
 
@@ -92,18 +93,29 @@ def timings(out: Path, rounds: int, device: str) -> list[Timing]:
 
 
 def measure(
-    out: Path, rounds: int, jobs: int, device: str, say: Callable[[str], None]
-) -> Mapping[str, Row]:
-    """Time every cell of `out` and keep the figures; a cell that cannot be timed is told."""
-    todo = timings(out, rounds, device)
+    out: Path,
+    rows: Sequence[str],
+    rounds: int,
+    jobs: int,
+    device: str,
+    say: Callable[[str], None],
+) -> Mapping[str, Mapping[str, Any]]:
+    """Time these cells of `out`, or all, and keep the figures; one that cannot be timed is told."""
+    known = {timing.cell: timing for timing in timings(out, rounds, device)}
+    for name in rows:
+        if name not in known:
+            raise ValueError(unknown(f"row with a finished run in {out}", name, known))
+    todo = [timing for cell, timing in known.items() if not rows or cell in rows]
     say(f"{len(todo)} models, {jobs} at a time: first they are compiled, then timed one by one")
-    figures = dict[str, Row]()
+    figures = {cell: row for cell, row in read_speeds(out).items() if cell in known}
+    made_with = environment(todo[0].compute)
     for row in measure_apart(todo, jobs):
         cell = row.pop("cell")
         if "error" in row:
             say(f"{cell}: {row['error']}")
             continue
-        figures[cell] = row
+        figures[cell] = row | {"made_with": made_with}
         say(f"{cell}: {row['tokens_per_s']:,.0f} tokens/s, {row['overhead']:+.1%}")
-        write_json(out / SPEEDS, {"made_with": environment(todo[0].compute), "cells": figures})
+        in_order = {cell: figures[cell] for cell in known if cell in figures}
+        write_json(out / SPEEDS, {"cells": in_order})
     return figures

@@ -99,10 +99,12 @@ def speeds(found: Result) -> str:
     """What tokens/s are of."""
     rows = [row for group in found["groups"] for row in group["rows"]]
     if any(row["alone"] for row in rows):
+        others = any(row["tokens_per_second"] and not row["alone"] for row in rows)
+        mixed = " Without a percentage they are of the run, whole steps: do not compare those."
         return (
             "Tokens/s are those of a forward and a backward pass of one micro-batch with nothing "
             "beside it on the device, and how much longer that takes than PreNorm's, turn by turn "
-            "with it. Peak GiB are those of a run."
+            f"with it.{mixed if others else ''} Peak GiB are those of a run."
         )
     shared = any(row["at_once"] > 1 for row in rows)
     apart = " Runs shared a device: do not compare these between rows." if shared else ""
