@@ -123,11 +123,14 @@ INSIDE = {
 def inside() -> str:
     """What `multigate analyze` saw in the deep models."""
     labels = {row["cell"]: row["label"] for row in deep_rows()}
+    seen = kept("repro/deep/deep.json")["inside"]
+    several = len({split_name(found["run"])[1] for found in seen}) > 1
     lines = []
-    for found in kept("repro/deep/deep.json")["inside"]:
-        cell, _ = split_name(found["run"])
-        numbers = (format(found[name], spec) for name, (_, spec) in INSIDE.items())
-        lines.append((labels[cell], *numbers))
+    for found in seen:
+        cell, seed = split_name(found["run"])
+        measured = ((found.get(name), spec) for name, (_, spec) in INSIDE.items())
+        numbers = (NOTHING if x is None else format(x, spec) for x, spec in measured)
+        lines.append((f"{labels[cell]}, seed {seed}" if several else labels[cell], *numbers))
     return table(("model", *(head for head, _ in INSIDE.values())), lines)
 
 

@@ -92,22 +92,23 @@ def test_only_the_last_token_counts():
 
 
 def test_charts_put_n_over_l():
-    distances = np.full((4, 4), np.nan)
-    for a in range(4):
-        for b in range(a + 1, 4):
+    distances = np.full((5, 5), np.nan)
+    for a in range(5):
+        for b in range(a + 1, 5):
             distances[a, b] = 0.1 * (a + 1) + 0.01 * (b - a)
     (chart,) = angles.charts({"a": {"hidden": distances}})
     (panel,) = chart.panels
     (heat,) = panel.marks
-    for n in range(1, 4):
-        for place in range(1, 4):
+    for n in range(1, 5):
+        for place in range(1, 5):
             value = heat.values[n - 1, place - 1]
-            if place + n <= 4:
+            if place + n <= 5:
                 assert value == pytest.approx(0.1 * place + 0.01 * n)
             else:
                 assert math.isnan(value)
-    assert [*heat.x] == [*heat.y] == [1, 2, 3]
-    assert "by 0.11 on average in the first half and 0.26 in the second" in chart.seen
+    assert [*heat.x] == [*heat.y] == [1, 2, 3, 4]
+    shown = "by 0.110 at block 1, by 0.210 on average in the rest of the first half and by 0.360 in"
+    assert f"{shown} the second." in chart.seen
 
 
 def test_charts_have_a_panel_for_each_stream():
@@ -120,7 +121,7 @@ def test_charts_have_a_panel_for_each_stream():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_charts_of_few_blocks(blocks):
     """With one block there is no first half, and the last stream is there at the end alone."""
     arrays = angular_distance(small("mgr-competitive", blocks=blocks), sample())

@@ -254,6 +254,7 @@ def test_figures_from_numbers_are_those_of_the_arrays():
             assert len(same.panels) == len(chart.panels)
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_numbers_of_the_page_by_hand():
     """Of four blocks: the second is the shallow ones, the others but the first the deep ones."""
     steps = np.diag([0.4, 0.5, 0.25, 0.35], 1)
@@ -276,6 +277,14 @@ def test_the_numbers_of_the_page_by_hand():
         "loss without a block, deep, median": 0.25,
         "the same, smallest": 0.125,
     }
+    few = numbers | {
+        "dynamics.output_rms": [0.5, 1.5],
+        "dynamics.grad_rms": [0.3, 0.1],
+        "angles.hidden": steps[:3, :3].tolist(),
+        "pruning.delta_loss": [None, 0.125],
+    }
+    missing = {name for name, value in look.measure(few).items() if value is None}
+    assert missing == {"gradient rms, shallow / deep", "angle to the next block, shallow"}
     assert look.measure({"massive.mean": [1.0]}) == {}
 
 

@@ -124,10 +124,11 @@ def _seen(label: str, arrays: Arrays) -> str:
     steps = np.diagonal(arrays["hidden"], 1)
     half = len(steps) // 2
     text = f"From one block to the next the input of {label} turns by "
-    if half:
+    if half > 1:
+        # Block 1 reads the embedding, and turns more than all others.
         text += (
-            f"{np.mean(steps[:half]):.2f} on average in the first half and "
-            f"{np.mean(steps[half:]):.2f} in the second."
+            f"{steps[0]:.3f} at block 1, by {np.mean(steps[1:half]):.3f} on average in the rest of "
+            f"the first half and by {np.mean(steps[half:]):.3f} in the second."
         )
     else:
         text += f"{np.mean(steps):.2f}."

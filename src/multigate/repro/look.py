@@ -111,13 +111,18 @@ def measure(numbers: Numbers) -> dict[str, float | None]:
         "largest activation": np.max(largest),
         "largest / mean": np.max(largest / arrays["massive.mean"]),
         "output rms, last / first block": rms[-1] / rms[0],
-        "gradient rms, shallow / deep": np.mean(gradient[shallow]) / np.mean(gradient[deep]),
-        "angle to the next block, shallow": np.mean(steps[shallow]),
-        "the same, deep": np.mean(steps[deep]),
+        "gradient rms, shallow / deep": mean(gradient[shallow]) / mean(gradient[deep]),
+        "angle to the next block, shallow": mean(steps[shallow]),
+        "the same, deep": mean(steps[deep]),
         "loss without a block, deep, median": np.nanmedian(lost[deep]),
         "the same, smallest": np.nanmin(lost[deep]),
     }
     return {k: round(float(v), 6) if np.isfinite(v) else None for k, v in values.items()}
+
+
+def mean(values: Array) -> float:
+    """NaN, and no warning, where there are none."""
+    return float(values.mean()) if len(values) else np.nan
 
 
 NEEDED = {
