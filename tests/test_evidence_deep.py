@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from multigate.ops.gate_pool import reference
+from multigate.residuals import build_residual
 
 ROOT = Path(__file__).resolve().parents[1]
 PRENORM, BLOCK, FULL, MGR = (
@@ -91,7 +95,20 @@ def test_losses(text):
     assert "it was ahead of Block AttnRes and level with Full." in text
     worse = wide["runs"]["mgr-independent-8-lr2-seed0"]["test"]
     better = kept("mini/ablations.json")["runs"]["mgr-independent-8-calibrated-lr2-seed0"]["test"]
-    assert f"was [{worse - better:.4f} worse](#the-initial-bias" in text
+    assert f"calibrated ones were [{worse - better:.4f} better](#the-initial-bias" in text
+    formula, calibrated = (
+        [starts(depth, bias_init=init) for depth in (24, 72)] for init in ("paper", "calibrated")
+    )
+    words = f"begin at {formula[0]:.3f} by it and at {calibrated[0]:.3f} calibrated, calibrated"
+    assert words in text
+    assert f"would begin at {formula[1]:.3f} and {calibrated[1]:.3f}, so" in text
+
+
+def starts(depth, **options):
+    """The gates of independent MGR with eight streams before training."""
+    step = build_residual("mgr-independent", dim=8, depth=depth, streams=8, **options).steps[7]
+    streams = torch.ones(1, 8, 8)
+    return reference.gate(streams, step.w1, step.b1, "independent", 1e-6)[0, 0].item()
 
 
 def test_massive_values(text):
