@@ -7,7 +7,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
-.PHONY: demo test test-slow lint docs clean
+.PHONY: demo test test-slow lint docs tables clean
 
 demo: $(READY)
 	$(PY) -m multigate demo $(if $(STEPS),--steps $(STEPS))
@@ -26,6 +26,11 @@ lint: $(READY_DEV)
 docs: $(READY_DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "Open site/index.html"
+
+# Everything that is made from the kept logs, and the tables of the pages.
+tables: $(READY)
+	for folder in repro/*/; do $(PY) -m multigate repro summary $$folder || exit 1; done
+	$(PY) scripts/tables.py
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	PYTHON=$(PYTHON) sh scripts/setup.sh train,plot

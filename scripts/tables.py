@@ -1,7 +1,7 @@
 """Write the tables of README.md and docs/ anew from the results that are kept.
 
-    multigate repro summary repro/mini && multigate repro summary repro/deep
-    python scripts/tables.py
+    make tables      # the results from the kept logs, then this
+    python scripts/tables.py --check
 
 Losses come from repro/, times from benchmarks/results/h200.json. A table stands between
 `<!-- table NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit status says
